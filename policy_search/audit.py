@@ -1,7 +1,7 @@
-"""The linear program of a choice for a reader: PuLP states it with named variables and rows, and writes it to a file.
+"""Write the linear program of a choice as a file that people can read, with named variables and rows, by PuLP.
 
-Every row says what it is: ``decode_h2d_within_T`` (the loads of the decode end within its seconds),
-``device_memory_fits``, ``cache_shares_add_up``. PuLP is imported only inside ``state``.
+Row names are, for example, ``decode_h2d_within_T`` (the loads of the decode end within its seconds),
+``device_memory_fits`` and ``cache_shares_add_up``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ GIB = 2**30
 
 
 def state(program: Program) -> pulp.LpProblem:
-    """Return the program in PuLP's terms: seconds, GiB, shares 0..1. Raise InputError when PuLP is not installed."""
+    """Return the program as a PuLP problem in seconds, GiB and shares 0..1. Raise InputError if PuLP is not
+    installed."""
     try:
         import pulp
     except ImportError:
@@ -54,7 +55,7 @@ def state(program: Program) -> pulp.LpProblem:
 
 
 def _name_of(placement: tuple[float, float, float]) -> str:
-    """A vertex of the weights' shares as a name."""
+    """Return the name of a placement of the weights, such as ``on_host``."""
     return "_and_".join(
         f"on_{tier}" if share == 1 else f"{share:g}_on_{tier}".replace(".", "p")
         for tier, share in zip(TIERS, placement, strict=True)
@@ -63,7 +64,7 @@ def _name_of(placement: tuple[float, float, float]) -> str:
 
 
 def write_lp(program: Program, path: str | Path) -> Path:
-    """Write the program as a ``.lp`` file. Raise InputError when the file cannot be written."""
+    """Write the program as a ``.lp`` file. Raise InputError if PuLP is not installed or the file cannot be written."""
     problem = state(program)
     with file_errors(f"write the linear program to {path}"):
         problem.writeLP(str(path))

@@ -1,7 +1,7 @@
-"""The incumbent of a search, and everything that looks for a better policy.
+"""Branch and bound: keep the incumbent, the best policy so far, and look for a better one.
 
-Constants were measured on 30 searches (those of ``tests/search`` and four of OPT-13B and OPT-30B) by leaving each out.
-"Walked" counts policies priced with waiting; per cents are of seconds per token.
+A policy is walked if the array clock prices it with waiting. The effect of each constant was measured on 30 searches,
+those of ``tests/search`` and four of OPT-13B and OPT-30B. "Slower" means more seconds per token of the policy found.
 """
 
 import time
@@ -32,31 +32,32 @@ from sim.presets import resident
 
 #: Programs with a lower bound within this share of the incumbent are solved. At 0.01, 2 searches end 2 to 3 % slower.
 NEAR = 0.03
-#: Policies that could be better by no more than this share are not walked. At 0, 27 % more are, for at most 0.06 %.
+#: A policy is walked only if it could be faster by more than this share. At 0, 27 % more are walked; the results are at
+#: most 0.06 % faster.
 GAIN = 1e-3
-#: Programs solved together. Without it, OPT-13B on an RTX 5000 with a disk has 4,042 solved instead of 2,224.
+#: Most programs solved together. Without a limit, OPT-13B on an RTX 5000 with a disk has 4,042 solved, not 2,224.
 MOST_NEAR = 1024
-#: A policy is walked where the waiting of its structure (or family), less this share, would make it the best.
+#: A policy is walked if it would be the best with the waiting known for its structure or family, reduced by this share.
 WAIT_SLACK = {"structure": 0.005, "family": 0.015}
-#: This many mini-batches and more wait equally long (``sim.template_run``).
+#: From this number of mini-batches on, the waiting does not depend on their number (``sim.template_run``).
 ALIKE_MINI_BATCHES = 6
-#: Structures of which a round walks a first policy. Without it 28 % more are walked; at 1, rounds follow one another.
+#: New structures in a round of walks. Without a limit, 28 % more policies are walked; at 1, there are more rounds.
 STRUCTURES_AT_ONCE = 3
-#: Structures without a better policy after which a large space is given up. Without it 1 % more are walked, and 2
-#: searches end 2 to 3 % faster.
+#: New structures are no longer tried after this many without a better policy. Without a limit, 1 % more policies are
+#: walked, and 2 searches end 2 to 3 % faster.
 PATIENCE = 6
-#: Where nothing near fits once it is rounded, choices worse by this factor are tried. Any factor above 1 will do.
+#: If no rounded policy near the bound fits, the bound is raised by this factor. Any factor above 1 works.
 WIDER = 1.25
-#: Options tried at the batches between the grid's steps.
+#: Options that are tried with batches between the grid's steps.
 FINER_OPTIONS = 4
-#: Batches that are full mini-batches are tried up to this share below and above the best. At 0, 1 search ends 0.15 %
-#: slower.
+#: Batches of only full mini-batches are tried up to this share below and above the best batch. At 0, 1 search ends
+#: 0.15 % slower.
 AROUND = 0.25
-#: Policies of different entries around which blocks are exchanged, round after round. At 1, ties end elsewhere.
+#: Policies with different entries around which blocks are exchanged. At 1, ties end elsewhere.
 EXCHANGED = 2
-#: Share of a block's worth by which a policy can be better than the sums at its shares say. At 0, ties end elsewhere.
+#: A rounded policy can be faster than its lower bound by this share of a block. At 0, ties end elsewhere.
 STAIRS = 0.02
-#: Of batches and mini-batches on the device, one in this many is walked to bound the others.
+#: On the device, one in this many pairs of batch and mini-batch is walked first; its speed then bounds the others.
 COARSE = 8
 
 
@@ -64,27 +65,28 @@ _seconds = attrgetter("seconds")
 
 
 class RoundedPolicy(NamedTuple):
-    """A policy and what its program says of it."""
+    """A rounded policy and the optimum of its program with these cache shares."""
 
     unplaced: UnplacedPolicy
     lower_bound: float  #: seconds per token without waiting
-    tiers: tuple[bool, ...]  #: which of them hold weights
+    tiers: tuple[bool, ...]  #: whether each tier holds weights
 
 
 @dataclass
 class BranchAndBound:
-    """State of one search. ``prune`` False tries every choice."""
+    """State of one search."""
 
     problem: SearchProblem
-    deadline: float = np.inf  #: on ``time.perf_counter``
-    prune: bool = True
-    best: EvaluatedPolicy | None = None
+    deadline: float = np.inf  #: time at which the search ends, on ``time.perf_counter``
+    prune: bool = True  #: False tries every choice
+    best: EvaluatedPolicy | None = None  #: the incumbent
     evaluated: list[EvaluatedPolicy] = field(default_factory=list)
-    lower_bounds: list[LowerBounds] = field(default_factory=list)  #: of every grid explored
+    lower_bounds: list[LowerBounds] = field(default_factory=list)  #: of each explored grid
     num_solved: int = 0  #: choices with solved programs
-    num_lps: int = 0  #: these programs; two if a layer may be cut between tiers
-    complete: bool = True  #: until the deadline cuts it short
-    favoured: EvaluatedPolicy | None = None  #: stays on the device, counted as faster than it is by ``margin``
+    num_lps: int = 0  #: solved programs; a choice has two if a layer may be cut between tiers
+    complete: bool = True  #: False if the deadline ended the search
+    #: the best policy with everything on the device, whose ``seconds`` are reduced by ``margin``
+    favoured: EvaluatedPolicy | None = None
     margin: float = 0.0
     evaluator: Evaluator = field(init=False)
 
@@ -93,12 +95,12 @@ class BranchAndBound:
 
     @property
     def seconds(self) -> float:
-        """Return the incumbent's seconds per token for comparison: reduced if it is favoured."""
+        """Return the incumbent's seconds per token, reduced by the margin if it is the favoured policy."""
         return np.inf if self.best is None else self.best.seconds
 
     def gaps(self) -> dict[str, float]:
-        """Return, by where attention runs, the share by which a policy of the choices explored could be faster at most.
-        Where nothing fits it is absent."""
+        """Return place of attention -> optimality gap: the largest share by which an explored choice could be faster
+        than the incumbent. A place is absent if nothing fits there."""
         seconds, gaps = self.seconds * (1.0 + self.margin if self.stays else 1.0), {}
         for known in self.lower_bounds:
             least = known.value.reshape(len(known.grid.options), -1).min(axis=1)
@@ -113,20 +115,21 @@ class BranchAndBound:
         return self.best is not None and self.best is self.favoured
 
     def _late(self) -> bool:
+        """Return whether the deadline has passed and there is an incumbent."""
         late = self.best is not None and time.perf_counter() > self.deadline
         self.complete &= not late
         return late
 
     def take(self, evaluated: list[EvaluatedPolicy]) -> list[EvaluatedPolicy]:
-        """Remember and return the evaluated policies that keep the limits of latency, and remember the best of all."""
+        """Record the policies that keep the latency limits, update the incumbent, and return the recorded policies."""
         in_time = [known for known in evaluated if known.in_time]
         self.evaluated += in_time
         self.best = min([*in_time, *([self.best] if self.best else [])], key=_seconds, default=None)
         return in_time
 
     def seed(self, seeds: Iterable[Policy], batches: np.ndarray, mini_batch_tokens: int | None) -> None:
-        """Evaluate given policies where their lower bound allows that they are better: on the batch asked for, else on
-        their own, else on powers of two."""
+        """Evaluate given policies whose lower bound is below the incumbent. Their batch is the given one, else their
+        own ``max_batch``, else each power of two in ``batches``."""
         for policy in seeds:
             if not self.problem.allows(policy):
                 continue
@@ -139,11 +142,17 @@ class BranchAndBound:
             self.take(self.evaluator.evaluate_policy(policy, sizes, self.seconds))
 
     def favour_resident(self, batches: np.ndarray, mini_batch_tokens, margin: float) -> None:
-        """Make the all-on-device policy the incumbent, with its best batch and mini-batches, if the space allows it and
-        it fits. Another policy must then be faster by more than ``margin``, a share of its own speed."""
+        """Make the policy with everything on the device the incumbent if it is allowed and fits.
+
+        It gets its best batch and mini-batches. Another policy must then be faster by more than ``margin``, a share of
+        the incumbent's speed.
+        """
         problem = self.problem
         policy = replace(resident(), **dict(problem.space.kept))
-        if not problem.allows(policy) or not self._stays(policy, float(min(batches)), float(min(mini_batch_tokens))):
+        smallest = problem.candidates(
+            policy, np.array([float(min(batches))]), np.array([float(min(mini_batch_tokens))])
+        )
+        if not problem.allows(policy) or not problem.effective_budgets.hold(peak_bytes(problem, smallest))[0]:
             return
         option, staying = Option.of(policy), list[EvaluatedPolicy]()
 
@@ -165,13 +174,8 @@ class BranchAndBound:
         self.favoured, self.margin = favoured, margin
         self.take([favoured])
 
-    def _stays(self, policy: Policy, batch: float, tokens: float) -> bool:
-        """Return whether a policy fits as it is, with its smallest batch."""
-        peaks = peak_bytes(self.problem, self.problem.candidates(policy, np.array([batch]), np.array([tokens])))
-        return all(peaks[tier][0] <= limit for tier, limit in self.problem.limits.items())
-
     def explore(self, grid: ChoiceGrid, near_share: float = NEAR) -> None:
-        """Bound all choices of a grid, solve those within ``near_share`` of the incumbent, walk what they round to."""
+        """Bound all choices of a grid, solve those within ``near_share`` of the incumbent, and walk their roundings."""
         known = LowerBounds.of(grid)
         self.lower_bounds.append(known)
         limit = known.find_best(near_share) if self.prune else np.inf
@@ -188,17 +192,17 @@ class BranchAndBound:
                 self._walk(self._rounded(known, near))
             elif limit >= self.seconds or np.all(solved | (known.state == INFEASIBLE)):
                 return
-            else:  # up to the incumbent; where nothing near fits once it is rounded, step by step
+            else:  # extend the search to the incumbent, or step by step if nothing has fitted yet
                 limit = self.seconds if np.isfinite(self.seconds) else limit * WIDER
 
     def _rounded(self, known: LowerBounds, near: np.ndarray) -> list[RoundedPolicy]:
-        """Return what the near choices' optima round to, by lower bound."""
+        """Return the rounded policies of the optima of these choices, the least lower bound first."""
         grid, problem = known.grid, self.problem
         device = known.weights[near] @ np.array(problem.placements)[:, 0]
         cut = (device > 1e-6) & (device < 1 - 1e-6) & (problem.weights_device is None)
         less_bytes = np.where(cut, grid.cut_bytes[grid.split(near)[1]], 0.0)
         optima = list(zip(near, solve(grid, near, less_bytes).cache, strict=True))
-        if cut.any() and len(problem.placements) > 1:  # a layer that is not cut needs less
+        if cut.any() and len(problem.placements) > 1:  # without a cut layer, less memory is needed
             optima += zip(near[cut], solve(grid, near[cut], all_streamed=True).cache, strict=True)
         self.num_lps += len(optima)
         origin: dict[UnplacedPolicy, tuple[int, np.ndarray]] = {}
@@ -214,10 +218,10 @@ class BranchAndBound:
         ]
 
     def _walk(self, rounded: list[RoundedPolicy]) -> None:
-        """Evaluate policies by lower bound, until none can be better by GAIN.
+        """Evaluate policies in the order of their lower bounds, until none can be faster by GAIN.
 
-        Policies of one structure wait equally to within WAIT_SLACK, those of a family nearly so: one is walked first,
-        the others only if its waiting would make them better than the incumbent.
+        Policies of one structure or family have nearly the same waiting (WAIT_SLACK), as a factor on the lower bound.
+        One is walked first; others are walked only if this factor would make them faster than the incumbent.
         """
         if not self.prune:
             self.take(self.evaluator.evaluate([policy.unplaced for policy in rounded]))
@@ -251,7 +255,8 @@ class BranchAndBound:
             without_gain = 0 if self.seconds < before * (1 - GAIN) else without_gain + len(begun)
 
     def _structure_and_family(self, policy: RoundedPolicy) -> tuple[tuple, tuple]:
-        """Return what decides how a policy waits: a family's policies may differ in bits and hidden states."""
+        """Return (structure, family) of a policy, which decide its waiting. Policies of a family may differ in bits and
+        hidden states."""
         problem, unplaced = self.problem, policy.unplaced
         count, _ = num_mini_batches(
             unplaced.batch, problem.prompt_tokens, problem.max_tokens, unplaced.mini_batch_tokens
@@ -260,8 +265,8 @@ class BranchAndBound:
         return (unplaced.option, *common), (unplaced.option.schedule, unplaced.option.attention, *common)
 
     def finer_batches(self, batches: np.ndarray, mini_batch_tokens) -> None:
-        """Explore around the best policy what the grid leaves out: batches between its steps and, if mini-batch tokens
-        are free, full mini-batches of every size."""
+        """Explore choices near the best policy that the grid lacks: batches between its steps, and batches of full
+        mini-batches if the mini-batch size is free."""
         ranked = self._ranked()
         if not ranked:
             return
@@ -274,7 +279,7 @@ class BranchAndBound:
             self.explore(ChoiceGrid(self.problem, options, batch, tokens), GAIN)
 
     def refine(self, batches: np.ndarray, mini_batch_tokens) -> None:
-        """Look for better policies around the grids' results."""
+        """Look for better policies near the results of the grids."""
         if self.prune:
             self.finer_batches(batches, mini_batch_tokens)
         self.exchange()
@@ -290,13 +295,13 @@ class BranchAndBound:
         self.complete &= part.complete
 
     def _ranked(self) -> list[UnplacedPolicy]:
-        """Return the policies evaluated that were not seeds, the best first."""
+        """Return the evaluated policies except seeds, the fastest first."""
         ranked = sorted(self.evaluated, key=_seconds)
         return [policy.unplaced for policy in ranked if policy.unplaced]
 
     def exchange(self) -> None:
-        """Move blocks between entries around the best policies, or keep both copies, until nothing gets better by
-        GAIN."""
+        """Move blocks between the entries of the best policies, and try both(…) entries, while they get faster by more
+        than GAIN."""
         tried: set[UnplacedPolicy] = set()
         before = np.inf
         while self.seconds < before * (1 - GAIN):
@@ -315,8 +320,8 @@ class BranchAndBound:
                 self.take(self.evaluator.evaluate(both, self.seconds * (1 - GAIN)))
 
     def leave_the_disk(self) -> None:
-        """Move the best policy's cache from the disk to the host where that takes no longer: a disk that limits nothing
-        is the slower tier all the same."""
+        """Move the best policy's cache from the disk to the host if it is not slower by more than GAIN. The prediction
+        can be equal if the disk is not the bottleneck."""
         best = self.best.unplaced if self.best else None
         if best is None or not any("@disk" in entry for entry in best.entries) or not self._can_move(best):
             return
@@ -332,11 +337,12 @@ class BranchAndBound:
                 self.best = known
 
     def _can_move(self, policy: UnplacedPolicy) -> bool:
+        """Return whether cache shares are free and all entries of the policy are in the programs."""
         free = self.problem.space.mix is None
         return free and all(entry in self.problem.entries for entry in policy.entries)
 
     def _grid_of(self, policy: UnplacedPolicy) -> ChoiceGrid:
-        """Return the policy's choice as a grid of its own."""
+        """Return a grid of only the policy's choice."""
         for grid in (known.grid for known in self.lower_bounds):
             pair = np.flatnonzero((grid.batch == policy.batch) & (grid.mini_batch_tokens == policy.mini_batch_tokens))
             if policy.option in grid.options and len(pair):
@@ -345,7 +351,7 @@ class BranchAndBound:
         return ChoiceGrid(self.problem, [policy.option], *pair)
 
     def _exchanges(self, policy: UnplacedPolicy) -> list[UnplacedPolicy]:
-        """Return policies that differ from one in the shares of two entries, the least lower bound first."""
+        """Return policies with other shares of two entries, the least lower bound first."""
         entries, grid, shares = self.problem.entries, self._grid_of(policy), dict(policy.cache)
         ways = exchanges(self.problem, np.array([shares.get(entry, 0.0) for entry in entries]))
         least, _ = with_cache_fixed(grid, np.zeros(len(ways), dtype=int), ways)
@@ -356,15 +362,16 @@ class BranchAndBound:
 
 
 def _between(problem: SearchProblem, best: UnplacedPolicy, batches: np.ndarray, mini_batch_tokens) -> np.ndarray:
-    """Return [2, pairs]: (batch, tokens of a mini-batch) of the batches between the grid's steps around the best's."""
+    """Return (batch, mini-batch tokens), [2, pairs], for the batches between the grid's steps next to the best's."""
     low = batches[batches < best.batch].max(initial=0 if len(batches) > 1 else best.batch)
     high = min(batches[batches > best.batch], default=best.batch)
     return np.array(pairs_of(problem, np.setdiff1d(np.arange(low + 1, high), batches), mini_batch_tokens))
 
 
 def _full_mini_batches(problem: SearchProblem, best: UnplacedPolicy, batches: np.ndarray) -> np.ndarray:
-    """Return [2, pairs] of (batch, mini-batch tokens) for full mini-batches of half to twice the best's requests, in a
-    number that gives about its batch if that is free."""
+    """Return (batch, mini-batch tokens), [2, pairs], for batches of full mini-batches. A mini-batch has half to twice
+    the best policy's requests. Batches are those given, or, if there are several, those within AROUND of the best
+    policy's batch."""
     _, size = num_mini_batches(best.batch, problem.prompt_tokens, problem.max_tokens, best.mini_batch_tokens)
     pairs = []
     for requests in range(max(1, int(size) // 2), min(best.batch, 2 * int(size)) + 1):

@@ -9,25 +9,24 @@ from scipy.optimize import nnls
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import ALONE_SUFFIX, Hardware, Line
 
-REWEIGHTINGS = 5  #: least-squares fits in turn; the first weighs by measured times, and three or four suffice
+REWEIGHTINGS = 5  #: successive least-squares fits; three or four suffice
 PAPERS_R2 = 0.99  #: CAPTURE reports R² >= 0.99 for T_kv_gen and T_load_kv
 
-#: Ratios of times above which a GPU's sample is dropped as an unexplained wait for the host: to another sample of the
-#: line with at least its work; with an idle link, to the verb's line at a busy link. A CPU's tasks wait in a job as
-#: they do in a profile, so they keep such samples.
+#: A GPU's sample contains an unexplained wait for the host, and is not fitted, if its time is this many times that of a
+#: sample with at least its work (TROUBLED), or that of the verb's line at a busy link (TROUBLED_ALONE, for samples at
+#: an idle link). A CPU's samples are all fitted, because its tasks wait in a job as in a profile.
 TROUBLED, TROUBLED_ALONE = 5.0, 1.5
 
 Sample = tuple[float, float, float]  #: (flops, bytes, seconds)
 
 
 def fit_line(samples: Iterable[Sample], on_gpu: bool = False) -> Line:
-    """The line through samples (flops, bytes, seconds), its terms not negative.
+    """Return the line through samples; its coefficients are nonnegative.
 
-    Least squares of the error relative to the line's own time: an error of 10 % weighs the same on a short task as on a
-    long one. Relative to the measured time, what came late by chance would weigh less than what came early, and lines
-    would be early: by 4 % where times scatter by a fifth. A term that does not vary over the samples is dropped,
-    because the overhead already holds it. Samples of a GPU that waited (TROUBLED) are kept and not fitted. R² is that
-    of the fitted seconds. Raises InputError for no samples, or times that are not positive.
+    Least squares of the error relative to the line's own time, so 10 % weighs the same on short and long tasks. Errors
+    relative to the measured time would favour early samples: if times scatter by 20 %, lines would be 4 % too fast. A
+    term that is constant over the samples becomes part of the overhead. R² is that of the fitted seconds. The line
+    keeps all samples. Raise InputError if there are no samples, or if a value is negative or a time is zero.
     """
     table = np.array(sorted(map(tuple, samples)), dtype=np.float64).reshape(-1, 3)
     if len(table) == 0:
@@ -40,39 +39,39 @@ def fit_line(samples: Iterable[Sample], on_gpu: bool = False) -> Line:
         columns["s_per_flop"] = flops
     if np.ptp(num_bytes) > 0:
         columns["s_per_byte"] = num_bytes
-    scales = {name: column.max() for name, column in columns.items()}  # nnls needs columns of like size
+    scales = {name: column.max() for name, column in columns.items()}  # nnls needs columns of similar size
     matrix, fitted = np.stack([columns[name] / scales[name] for name in columns], axis=1), seconds
     for _ in range(REWEIGHTINGS):
-        expected = np.maximum(fitted, seconds / 10)  # a line through the origin is 0 where there is no work
+        expected = np.maximum(fitted, seconds / 10)  # not 0, which a line without overhead gives for no work
         solution, _ = nnls(matrix / expected[:, None], seconds / expected)
         fitted = matrix @ solution
     terms = {name: float(value / scales[name]) for name, value in zip(columns, solution, strict=True)}
     spread = float(((seconds - seconds.mean()) ** 2).sum())
-    # Without spread (one size only) there is nothing to explain.
+    # With samples of one size, R² is undefined.
     r2 = 1.0 - float(((seconds - fitted) ** 2).sum()) / spread if spread > 0 else None
     return Line(**terms, r2=r2, samples=tuple((f, b, s) for f, b, s in table.tolist()))
 
 
 def _troubled(flops: np.ndarray, num_bytes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return which samples took TROUBLED times as long as one with at least their work."""
+    """Return whether each sample took TROUBLED times as long as another sample with at least its work."""
     as_much = (flops >= flops[:, None]) & (num_bytes >= num_bytes[:, None])
     return np.any(as_much & (TROUBLED * seconds <= seconds[:, None]), axis=1)
 
 
 def _fit_alone(samples: tuple[Sample, ...], beside: Line) -> Line:
-    """Return a GPU's line of a verb with an idle link, through the samples that agree with its line ``beside`` a busy
-    link (``beside`` if none does). A busy link slows kernels, so slower samples contain waits for the host, which the
-    launcher's line prices."""
+    """Return a GPU's line of a verb at an idle link. ``beside``: the verb's line at a busy link. A busy link slows
+    kernels. So samples that are slower than ``beside`` (TROUBLED_ALONE) contain waits for the host, which the
+    launcher's line prices, and are not fitted. If no sample remains, the result is ``beside``."""
     agree = [(f, b, s) for f, b, s in samples if s < TROUBLED_ALONE * beside.at(f, b)]
     return replace(fit_line(agree, True) if agree else beside, samples=samples)
 
 
 def fit_contention(sizes: Iterable[tuple[float, float, int]]) -> dict[str, float]:
-    """Return what tasks take on the mean, ``wait_s`` + ``factor`` · undisturbed seconds, through sizes of (undisturbed
-    seconds, mean seconds, number of tasks).
+    """Fit a task's mean seconds as ``wait_s`` + ``factor`` · undisturbed seconds; return both coefficients.
 
-    A task waits for a thread or a lock once, and is interrupted the more often the longer it is. Least squares of the
-    relative error, weighted by the tasks; neither term speeds a task up.
+    ``sizes``: (undisturbed seconds, mean seconds, number of tasks). A task waits once for a thread or a lock, and is
+    interrupted in proportion to its length. Least squares of the relative error, weighted by the number of tasks, with
+    ``wait_s`` >= 0 and ``factor`` >= 1.
     """
     undisturbed, mean, count = np.array(list(sizes), dtype=np.float64).T
     weights = np.sqrt(count) / mean
@@ -82,11 +81,8 @@ def fit_contention(sizes: Iterable[tuple[float, float, int]]) -> dict[str, float
 
 
 def fit_hardware(samples_by_key: dict[str, list[Sample]], **record) -> Hardware:
-    """Return a hardware record with one fitted line per key (a verb or a resource).
-
-    ``record``: the other fields of ``Hardware``: name, device, device_memory, host_memory, source, dtype, notes, …
-    Raise InputError naming the key whose samples cannot be fitted.
-    """
+    """Return a hardware record with one fitted line per key (a verb or a resource). ``record``: the other fields of
+    ``Hardware``. Raise InputError, with the key, if samples cannot be fitted."""
     lines, on_gpu = {}, record["device"] == "cuda"
     for key, samples in samples_by_key.items():
         try:
@@ -100,8 +96,8 @@ def fit_hardware(samples_by_key: dict[str, list[Sample]], **record) -> Hardware:
 
 
 def fit_report(hardware: Hardware) -> list[dict]:
-    """Return a row per line: key, achieved rates (GFLOP/s, GB/s; None without such a term), intercept in µs, R², number
-    of samples, largest relative error, and whether R² is below the papers' 0.99."""
+    """Return a row for each line: key, rates (None without such a term), overhead, R², number of samples, largest
+    relative error, and whether R² is below the papers' 0.99."""
     rows = []
     for key, line in hardware.lines.items():
         errors = [abs(line.at(f, b) / s - 1) for f, b, s in line.samples]

@@ -1,12 +1,12 @@
 """The linear program over shares for each discrete choice of a search.
 
-With an ``Option``, a batch and a mini-batch size fixed, the seconds of every resource and the bytes of every tier are
-sums over placements of weights and cache, weighted by their shares. Their terms are ``VerbSeconds`` at the vertices,
-with everything in one tier. Bits, placement and schedule add up independently, so a few dozen evaluations over all
-batches give the terms of all choices.
+A choice is an ``Option``, a batch and a mini-batch size. The seconds of each resource and the bytes of each tier are
+then linear in the shares of weights and cache. Their terms are ``VerbSeconds`` at the vertices, where everything is in
+one tier. Bits, placement and schedule add up independently, so a few dozen evaluations over all batches give the terms
+of all choices.
 
-The terms leave out what ``sim.array_clock`` walks: waiting, whole blocks, and what only mixtures pay (a second copy's
-overhead, a layer cut between tiers). A both(…) entry is not a vertex: a mixture of its two parts does the same in less
+The terms ignore waiting, whole blocks, and costs of mixtures alone (the overhead of a second copy, a layer cut between
+tiers), which ``sim.array_clock`` includes. A both(…) entry is not a vertex: mixing its two parts does the same in less
 memory.
 """
 
@@ -31,46 +31,53 @@ PHASES = ("prefill", "decode")
 #: Rows of a program: seconds of each resource in each phase, then bytes of each tier.
 ROWS = tuple((phase, resource) for phase in PHASES for resource in RESOURCES) + tuple(("memory", t) for t in TIERS)
 NUM_TIME_ROWS = len(PHASES) * len(RESOURCES)
-TOK_SHARE = 0.5  #: share at which recomputing a prefix is priced: its attention, alone, grows with the square
+TOK_SHARE = 0.5  #: share of tokens at which recomputation is priced; only its attention is not linear in the share
 WEIGHTS_ON_DEVICE = (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Program:
-    """The linear program of one choice, spelt out for a reader: seconds and bytes of each row of ROWS."""
+    """The linear program of one choice in readable form: seconds and bytes of each row of ROWS."""
 
     option: Option
     batch: int
     mini_batch_tokens: int
-    constant: np.ndarray  #: [rows], at any placement
-    cache: dict[str, np.ndarray]  #: entry -> [rows], added with all of the cache there
-    weights: dict[tuple[float, float, float], np.ndarray]  #: shares of device, host, disk -> [rows], added
+    constant: np.ndarray  #: [rows], the part that every placement has
+    cache: dict[str, np.ndarray]  #: entry -> [rows], added if the whole cache is there
+    weights: dict[tuple[float, float, float], np.ndarray]  #: (device, host, disk share) -> [rows], added
     limits: dict[str, float]  #: tier -> bytes, phase -> seconds
-    counted: tuple[float, float]  #: weight of the prefill's and of the decode's seconds in the objective
+    counted: tuple[float, float]  #: weights of the prefill's and the decode's seconds in the objective
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Many programs in one form: minimise c·z with G z ≤ h, z ≥ 0.
+    """Many programs in one form: minimize c·z subject to G z ≤ h and z ≥ 0.
 
-    z holds all cache shares but the first entry's, all weight shares but the first placement's, then the seconds of the
-    prefill and of the decode per generated token.
+    The columns of z are the cache shares without the first entry's, the weight shares without the first placement's,
+    and the prefill's and the decode's seconds per generated token.
     """
 
-    #: [programs, rows, columns]; the rows of ROWS, "shares add up" of the cache and of the weights, and one for each
-    #: phase of which the seconds are limited
+    #: [programs, rows, columns]. The rows are those of ROWS, the sums of the cache and the weight shares, and a limit
+    #: of seconds for each phase that has one
     G: np.ndarray
     h: np.ndarray  #: [programs, rows]
     c: np.ndarray  #: [columns]
-    num_cache: int  #: entries, the first included
+    num_cache: int  #: number of cache entries, with the first
+
+    def shares(self, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (cache shares [programs, entries], weight shares [programs, placements]) of solutions z."""
+        cache, weights = z[:, : self.num_cache - 1], z[:, self.num_cache - 1 : -2]
+        cache = np.concatenate([1 - cache.sum(1, keepdims=True), cache], axis=1)
+        weights = np.concatenate([1 - weights.sum(1, keepdims=True), weights], axis=1)
+        return np.clip(cache, 0.0, 1.0), np.clip(weights, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class ChoiceGrid:
-    """All choices: every option with every pair (batch, tokens of a mini-batch). Choice i is option i // pairs with
-    pair i % pairs.
+    """All choices: every option with every pair (batch, mini-batch tokens).
 
-    Terms are arrays [pairs, rows], each against the reference: native bits, all on the device, column schedule.
+    Choice i is option i // pairs with pair i % pairs. Terms are arrays [pairs, rows]: differences from the reference,
+    which has native bits, everything on the device, and the column schedule.
     """
 
     problem: SearchProblem
@@ -84,19 +91,18 @@ class ChoiceGrid:
         return len(self.options) * len(self.batch)
 
     def split(self, choices) -> tuple[np.ndarray, np.ndarray]:
-        """Return (option, pair) indices of choices."""
+        """Return the option indices and the pair indices of choices."""
         return np.divmod(np.asarray(choices), len(self.batch))
 
     def narrowed(self, choice: int) -> ChoiceGrid:
-        """Return the grid of one choice alone, with the terms that are known of it."""
+        """Return the grid of a single choice, with its known terms."""
         option, pair = self.split(choice)
         terms = {key: term[..., pair : pair + 1, :] for key, term in self._terms.items()}
-        return ChoiceGrid(
-            self.problem, [self.options[option]], self.batch[[pair]], self.mini_batch_tokens[[pair]], terms
-        )
+        sizes = self.batch[[pair]], self.mini_batch_tokens[[pair]]
+        return ChoiceGrid(self.problem, [self.options[option]], *sizes, terms)
 
     def _evaluate(self, cache, placements=(WEIGHTS_ON_DEVICE,), bits=(NATIVE,) * 3, **fields) -> np.ndarray:
-        """Return seconds and bytes, [placements, pairs, rows], with the weights in each of ``placements``."""
+        """Return seconds and bytes, [placements, pairs, rows]. ``fields``: further fields of the policy."""
         problem, count = self.problem, len(placements)
         device, _, disk = np.repeat(np.array(placements).T, len(self.batch), axis=1)
         fields = dict(problem.space.kept) | fields
@@ -106,7 +112,7 @@ class ChoiceGrid:
         return resource_sums(problem, candidates).reshape(count, len(self.batch), len(ROWS))
 
     def _term(self, evaluate: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:
-        """Return what one of the methods below gives, evaluated once."""
+        """Return ``evaluate(*arguments)`` for one of the methods below; each call is evaluated once."""
         key = evaluate.__name__, *arguments
         if key not in self._terms:
             self._terms[key] = evaluate(*arguments)
@@ -120,6 +126,7 @@ class ChoiceGrid:
         return self._evaluate({"kv@device": 1.0})[0]
 
     def _cache_term(self, entry: str, bits) -> np.ndarray:
+        """Return the term of the whole cache in one entry. For token ids it follows from a mix with keys and values."""
         if entry == "tok":
             host = self._term(self._cache_term, "kv@host", NATIVE)
             mixed = self._evaluate({"tok": TOK_SHARE, "kv@host": 1 - TOK_SHARE})[0] - self.reference
@@ -128,8 +135,8 @@ class ChoiceGrid:
         return self._evaluate({entry: 1.0}, bits=widths)[0] - self.reference
 
     def _mix_term(self, kv_bits, act_bits) -> np.ndarray:
-        """Return the term of the cache that is kept. How both(…) splits depends on the weights: its seconds are bounded
-        by the copy that costs less."""
+        """Return the term of the fixed cache shares. How a both(…) entry splits depends on the weights, so the term has
+        the seconds of its cheaper copy, a lower bound."""
         mix, widths = self.problem.space.mix or {}, (NATIVE, kv_bits, act_bits)
         term = self._evaluate(mix, bits=widths)[0] - self.reference
         copies = {entry: stored_copies(entry) for entry in mix if representation_of(entry) == "both"}
@@ -147,8 +154,8 @@ class ChoiceGrid:
         return self._evaluate(cache, attention="host")[0] - self.reference
 
     def _weights_term(self, schedule: str, bits) -> np.ndarray:
-        """Return [placements, pairs, rows]. A schedule alone costs nothing: native weights on the device cost the
-        reference."""
+        """Return the terms of the weights' placements, [placements, pairs, rows]. The row schedule with native weights
+        on the device costs the same as the reference, so its term is 0."""
         placements = self.problem.placements
         fields = {"bits": (bits, NATIVE, NATIVE), "schedule": schedule}
         term = self._evaluate({"kv@device": 1.0}, placements, **fields) - self.reference
@@ -163,7 +170,7 @@ class ChoiceGrid:
 
     @cached_property
     def cut_bytes(self) -> np.ndarray:
-        """Further device bytes, [pairs], that a layer needs when it is cut between resident and streamed."""
+        """Return the additional device bytes of a layer that is cut between resident and streamed, [pairs]."""
         problem = self.problem
         batch, tokens = np.repeat([self.batch, self.mini_batch_tokens], 3, axis=1)
         policy = Policy(weights=Placement(host=1.0), cache={"kv@device": 1.0})
@@ -175,8 +182,8 @@ class ChoiceGrid:
         return np.maximum(0.0, half - (streamed + resident) / 2) + rounded_row
 
     def columns(self, option: Option) -> tuple[str, ...]:
-        """Return the entry that each of ``vertices`` represents: with attention on the host, one of the two that it
-        reads; with packed keys and values, which the host cannot attend to, none of ``attended``."""
+        """Return the entry that each of ``vertices`` represents. Attention on the host reads only kv@host and kv@disk.
+        With packed keys and values, the host cannot attend, so no column represents ``attended(kv@host)``."""
         if self.problem.space.mix:
             return ("as kept",)
         entries = self.problem.entries
@@ -187,14 +194,14 @@ class ChoiceGrid:
         return entries
 
     def fold(self, option: Option, shares: np.ndarray) -> np.ndarray:
-        """Return shares [..., entries] with those of each column at the entry that it represents."""
+        """Return the shares [..., columns] added up by the entry that each column represents, [..., entries]."""
         entries, folded = self.problem.entries, np.zeros_like(shares)
         for column, entry in enumerate(self.columns(option)):
             folded[..., entries.index(entry)] += shares[..., column]
         return folded
 
     def vertices(self, option: Option) -> list[np.ndarray]:
-        """Return the cache's terms, one for each of ``problem.entries``; one in all for a cache that is kept."""
+        """Return the cache's terms, one for each of ``columns``."""
         if option.attention == "host":
             return [self._term(self._host_attention_term, entry) for entry in self.columns(option)]
         if self.problem.space.mix:
@@ -215,16 +222,11 @@ class ChoiceGrid:
 
     @cached_property
     def unit(self) -> np.ndarray:
-        """Factor, [pairs], from seconds to seconds per token."""
+        """Return the factor from seconds to seconds per token, [pairs]."""
         return 1.0 / self.problem.tokens(self.batch)
 
-    @cached_property
-    def limits(self) -> np.ndarray:
-        """Bytes that may be filled, [tiers]."""
-        return np.array([self.problem.limits[tier] for tier in TIERS])
-
     def program(self, choice: int) -> Program:
-        """Return the program of one choice, spelt out."""
+        """Return the program of one choice in readable form."""
         index, pair = self.split(choice)
         option = self.options[index]
         terms = zip(self.columns(option), self.vertices(option), strict=True)
@@ -244,15 +246,15 @@ class ChoiceGrid:
         )
 
     def programs(self, choices: np.ndarray, less_bytes: np.ndarray | None = None) -> Programs:
-        """Return the programs of some choices; ``less_bytes`` [choices] are taken from the device's limit."""
+        """Return the programs of some choices. ``less_bytes`` [choices] reduces the device's limit."""
         option_index, pairs = self.split(choices)
         nc, nw, rows = self.num_vertices, len(self.problem.placements), len(ROWS)
-        columns = nc + nw  # both simplices without their first vertex, and two phases
+        columns = nc + nw  # nc - 1 cache shares, nw - 1 weight shares, and the seconds of two phases
         limited_phases = np.flatnonzero(np.isfinite(self.problem.phase_limits))
         num_rows = rows + 2 + len(limited_phases)
         G, h = np.zeros((len(pairs), num_rows, columns)), np.zeros((len(pairs), num_rows))
-        limited = np.isfinite(self.limits)
-        share_of_limit = np.where(limited, 1 / np.maximum(np.where(limited, self.limits, 1.0), 1.0), 0.0)
+        limits = np.array([self.problem.limits[tier] for tier in TIERS])
+        share_of_limit = 1 / np.maximum(limits, 1.0)  # 0 without a limit
         for index in np.unique(option_index):
             chosen = np.flatnonzero(option_index == index)
             at, option = pairs[chosen], self.options[index]
@@ -279,11 +281,3 @@ class ChoiceGrid:
         c = np.zeros(columns)
         c[-2:] = self.problem.counted
         return Programs(G, h, c, nc)
-
-    def shares(self, programs: Programs, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (cache shares [programs, entries], weight shares [programs, placements]) of solutions z."""
-        nc = programs.num_cache
-        cache, weights = z[:, : nc - 1], z[:, nc - 1 : -2]
-        cache = np.concatenate([1 - cache.sum(1, keepdims=True), cache], axis=1)
-        weights = np.concatenate([1 - weights.sum(1, keepdims=True), weights], axis=1)
-        return np.clip(cache, 0.0, 1.0), np.clip(weights, 0.0, 1.0)

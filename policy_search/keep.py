@@ -1,7 +1,7 @@
-"""Fields of a policy that a search keeps fixed: ``attention=host``, ``cache=kv@host,act@host``, ``bits.kv=8``.
+"""Fix fields of a policy in a search: ``attention=host``, ``cache=kv@host,act@host``, ``bits.kv=8``.
 
-Fields are named as in a policy file, parts after a dot; values are JSON or plain words. A field that the search chooses
-is reduced to this choice; any other is set in every policy that it tries.
+Fields have the names of a policy file, with a dot before a part. Values are JSON or plain words. If the search chooses
+a field, only the given value remains; another field gets the value in every policy.
 """
 
 import json
@@ -17,7 +17,7 @@ from flexhybrid.core.policy import BITS, CacheShares, Placement, Policy
 from policy_search.search import SearchSettings
 from policy_search.search_problem import OTHERS, Space
 
-#: Fields of a policy -> the choices of ``Space`` that they are.
+#: Field of a policy -> field of ``Space`` with its choices.
 CHOICES = {
     "attention": "attention", "schedule": "schedules", "hidden": "hidden",
     "bits.weights": "weights_bits", "bits.kv": "kv_bits", "bits.act": "act_bits",
@@ -28,15 +28,12 @@ ELSEWHERE = {
     "version": "it is the file format's",
     "selection": "--selection infinigen(…) allows one",
 }
-_BETWEEN = re.compile(r",(?![^()]*\))")  #: a comma outside the brackets of both(…)
+_BETWEEN = re.compile(r",(?![^()]*\))")  # a comma outside the brackets of both(…)
 
 
 def with_kept(settings: SearchSettings, texts: Iterable[str]) -> SearchSettings:
-    """Return settings under which a search keeps each FIELD=VALUE.
-
-    Raise InputError for a field that is unknown, none of a search's, or given twice, and for a value that it cannot
-    have.
-    """
+    """Return settings with which a search keeps each FIELD=VALUE of ``texts``. Raise InputError for a field that is
+    unknown, cannot be fixed or is given twice, and for an invalid value."""
     kept: dict[str, Any] = {}
     for text in texts:
         field, equals, value = (part.strip() for part in text.partition("="))
@@ -72,7 +69,7 @@ def with_kept(settings: SearchSettings, texts: Iterable[str]) -> SearchSettings:
 
 
 def _with_field(settings: SearchSettings, field: str, text: str) -> SearchSettings:
-    """Return the settings with a field of one value kept."""
+    """Return the settings with a field fixed that has a single value."""
     value, space = _value(text), settings.space
     if field in CHOICES:
         free_bits = field.startswith("bits") and not space.lossless
@@ -82,8 +79,8 @@ def _with_field(settings: SearchSettings, field: str, text: str) -> SearchSettin
             raise InputError(f"{unknown(f'value of --keep {field}', value, map(str, choices))}{lossy}")
         return replace(settings, space=replace(space, **{CHOICES[field]: (value,)}))
     if field in OTHERS:
-        Policy(**{field: value})  # raises for a value that it cannot have
-        both = () if (field, value) == ("static_cache", True) else space.both  # no plan has both
+        Policy(**{field: value})  # raises for an invalid value
+        both = () if (field, value) == ("static_cache", True) else space.both  # a static cache allows no both(…)
         return replace(settings, space=replace(space, both=both, kept=(*space.kept, (field, value))))
     if field in ("max_mini_batch_tokens", "max_batch"):
         Policy(**{field: value})
@@ -99,7 +96,8 @@ def _with_embedding(settings: SearchSettings, table: dict, whole: bool) -> Searc
 
 
 def _with_weights(settings: SearchSettings, table: dict, whole: bool) -> SearchSettings:
-    """Return the settings with shares of the weights kept: of all tiers, of device or disk, or of two of the three."""
+    """Return the settings with fixed shares of the weights, for any tiers. ``whole``: tiers that are not given are 0.
+    Raise InputError for an unknown tier, for shares that do not add up, and for the host's share alone."""
     if strange := next((tier for tier in table if tier not in TIERS), None):
         raise unknown("tier of --keep weights", strange, TIERS)
     if whole or sum(table.values()) == 1:
@@ -115,8 +113,9 @@ def _with_weights(settings: SearchSettings, table: dict, whole: bool) -> SearchS
 
 
 def _with_cache(settings: SearchSettings, table: dict, whole: bool) -> SearchSettings:
-    """Return the settings with shares of the cache kept: entries at 0 are left out, shares that add up to 1 are all."""
-    Policy(cache={entry: 1.0 for entry in list(table)[:1]} | dict.fromkeys(list(table)[1:], 0.0))  # knows the entries
+    """Return the settings with fixed shares of the cache. If all given shares are 0, only exclude these entries.
+    ``whole``: all entries are given. Raise InputError for an unknown entry, and for shares that do not add up to 1."""
+    Policy(cache={entry: 1.0 for entry in list(table)[:1]} | dict.fromkeys(list(table)[1:], 0.0))  # checks the names
     kept = {entry: share for entry, share in table.items() if share > 0}
     if not kept and not whole:
         space = settings.space
@@ -147,7 +146,7 @@ def _placement(field: str, table: dict) -> Placement:
 
 
 def _table(text: str) -> dict | None:
-    """Return the shares of a JSON object, or of names with a share after a colon; None for other text."""
+    """Return the shares of a JSON object or of a list ``name:share,name:share``; None for another text."""
     value = _value(text)
     if isinstance(value, dict):
         return value

@@ -1,12 +1,12 @@
-"""Lower bounds on all choices' programs at once: the dual simplex method on thousands of small tableaus.
+"""Lower bounds of all choices' programs at once, by the dual simplex method on thousands of small tableaus.
 
-All programs have one form (``grid.Programs``) and non-negative costs, so the empty basis is dual feasible, without a
-first phase. After each pivot a tableau's objective is a valid lower bound: a program is dropped once that exceeds the
-cutoff, long before it is solved. The remaining ones are solved to their optimum.
+All programs have the same form (``grid.Programs``) and nonnegative costs. So the initial basis, in which all slack
+variables are basic, is dual feasible. After each pivot, a tableau's objective is a valid lower bound. A program is
+dropped when its bound exceeds the cutoff, usually long before it is solved. The others are solved to their optimum.
 
-Why not HiGHS: 4,096 random programs of OPT-30B on an RTX 4090 (73,920 choices, 17 rows, 7 columns) take 12 µs each
-here, 0.3 ms each as blocks of one program (``lp``), 3.3 ms each in single calls (one core of an AMD EPYC). That search
-would take 24 s in blocks, 250 s one by one, and HiGHS drops no program early.
+HiGHS is slower. For 4,096 random programs of OPT-30B on an RTX 4090 (17 rows, 7 columns), on one core of an AMD EPYC, a
+program takes 12 µs here, 0.3 ms in HiGHS as a block of one large program (``lp``), and 3.3 ms in a HiGHS call of its
+own. That search has 73,920 choices: 24 s in blocks, 250 s in single calls. HiGHS also drops no program early.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexhybrid.core.context.cache_entries import TIERS
 from policy_search.grid import NUM_TIME_ROWS, ChoiceGrid, Programs
 
-OPEN, OPTIMAL, INFEASIBLE = 0, 1, 2
-TOLERANCE = 1e-9
-MOST_PIVOTS = 80
-CHUNK = 2048  #: programs pivoted together: their tableaus stay near the core
+OPEN, OPTIMAL, INFEASIBLE = 0, 1, 2  #: states of a program
+TOLERANCE = 1e-9  #: largest violation of a row that counts as none
+MOST_PIVOTS = 80  #: a program stays OPEN after this many pivots
+CHUNK = 2048  #: programs pivoted together; their tableaus fit a core's cache
 
 
 @dataclass(frozen=True)
 class SimplexResult:
     """Results for each program."""
 
-    value: np.ndarray  #: lower bound on the optimum, [programs]; infinity where nothing is feasible
-    state: np.ndarray  #: OPTIMAL: the bound is the optimum; INFEASIBLE; OPEN: given up
-    z: np.ndarray  #: solution where the state is OPTIMAL, [programs, columns]
+    value: np.ndarray  #: lower bound of the optimum, [programs]; infinity if infeasible
+    state: np.ndarray  #: [programs]; OPTIMAL: the bound is the optimum; INFEASIBLE; OPEN: dropped or not finished
+    z: np.ndarray  #: solution if the state is OPTIMAL, [programs, columns]
 
 
 def simple_bounds(grid: ChoiceGrid) -> np.ndarray:
-    """Return lower bounds of seconds per token, [choices]: each resource alone, at its cheapest placement. Infinity if
-    a tier cannot hold its minimum, or a phase exceeds its limit."""
-    counted = np.array(grid.problem.counted)
+    """Return lower bounds of seconds per token, [choices], from each resource's cheapest placement. A bound is infinite
+    if a tier cannot hold its least bytes, or if a phase exceeds its limit."""
+    counted, limits = np.array(grid.problem.counted), np.array([grid.problem.limits[tier] for tier in TIERS])
     values = []
     for option in grid.options:
         least = grid.constant(option) + np.minimum.reduce(grid.vertices(option))
         least = least + np.minimum.reduce(grid.weight_vertices(option))
         phases = least[:, :NUM_TIME_ROWS].reshape(len(least), 2, -1).max(axis=2)
-        fits = (least[:, NUM_TIME_ROWS:] <= grid.limits * (1 + 1e-6)).all(axis=1)
+        fits = (least[:, NUM_TIME_ROWS:] <= limits * (1 + 1e-6)).all(axis=1)
         fits &= grid.problem.may_be_in_time(*(phases / (1 + 1e-6)).T)
         values.append(np.where(fits, phases @ counted * grid.unit, np.inf))
     return np.concatenate(values)
 
 
 def solve_side_by_side(programs: Programs, cutoff=np.inf) -> SimplexResult:
-    """Solve all programs, dropping those whose lower bound passes ``cutoff`` (a number, or [programs])."""
+    """Solve all programs; drop those whose lower bound exceeds ``cutoff`` (a number, or [programs])."""
     count, rows, columns = programs.G.shape
     limit = np.broadcast_to(np.asarray(cutoff, dtype=np.float64), (count,))
     value, state = np.zeros(count), np.full(count, OPEN)
@@ -61,7 +62,7 @@ def solve_side_by_side(programs: Programs, cutoff=np.inf) -> SimplexResult:
     active = np.arange(count)
     for _ in range(MOST_PIVOTS):
         members = np.arange(len(active))
-        out = tableau[:, :rows, columns].argmin(axis=1)  # the row that is violated most leaves
+        out = tableau[:, :rows, columns].argmin(axis=1)  # the basic variable of the most violated row leaves
         row = tableau[members, out]
         optimal = row[:, columns] >= -TOLERANCE
         falls = row[:, :columns] < -TOLERANCE
@@ -84,14 +85,15 @@ def solve_side_by_side(programs: Programs, cutoff=np.inf) -> SimplexResult:
 
 
 def _entering(row: np.ndarray, costs: np.ndarray, falls: np.ndarray) -> np.ndarray:
-    """Return the column with the least cost per unit by which it mends the row; among equals, the largest entry."""
+    """Return the entering column of each program: the least cost per unit of repaired violation; of equal columns, the
+    one with the largest entry."""
     ratio = np.where(falls, costs / np.where(falls, -row, 1.0), np.inf)
     tied = falls & (ratio <= ratio.min(axis=1, keepdims=True) + 1e-12)
     return np.where(tied, -row, -1.0).argmax(axis=1)
 
 
 def _pivot(tableau: np.ndarray, members, out, enters) -> None:
-    """Exchange a basic and an outside variable in each tableau, in place (condensed form: outside columns alone)."""
+    """Exchange a basic and a nonbasic variable in each tableau, in place. Tableaus have only nonbasic columns."""
     column = tableau[members, :, enters]
     pivot = column[members, out][:, None]
     row = tableau[members, out] / pivot
@@ -102,7 +104,7 @@ def _pivot(tableau: np.ndarray, members, out, enters) -> None:
 
 
 def _read(z: np.ndarray, members: np.ndarray, basic: np.ndarray, values: np.ndarray) -> None:
-    """Write the values of basic variables to the solutions, without the slacks."""
+    """Write the values of basic variables, without slack variables, to ``z[members]``."""
     columns = z.shape[1]
     variables = np.zeros((len(members), columns + basic.shape[1]))
     np.put_along_axis(variables, basic, values, axis=1)
@@ -111,28 +113,29 @@ def _read(z: np.ndarray, members: np.ndarray, basic: np.ndarray, values: np.ndar
 
 @dataclass
 class LowerBounds:
-    """Results for every choice, arrays [choices]; ``tighten`` and ``find_best`` solve further programs."""
+    """Lower bounds of all choices, arrays [choices]; ``tighten`` and ``find_best`` improve them."""
 
     grid: ChoiceGrid
-    value: np.ndarray  #: lower bound, seconds per token
-    state: np.ndarray  #: of the choice's program: OPEN, OPTIMAL, INFEASIBLE
-    weights: np.ndarray  #: weight shares, [choices, placements], where the state is OPTIMAL
+    value: np.ndarray  #: lower bound in seconds per token
+    state: np.ndarray  #: state of the choice's program: OPEN, OPTIMAL or INFEASIBLE
+    weights: np.ndarray  #: weight shares if the state is OPTIMAL, [choices, placements]
 
     @staticmethod
     def of(grid: ChoiceGrid) -> LowerBounds:
+        """Return the simple bounds of a grid's choices, without solved programs."""
         value = simple_bounds(grid)
         state = np.where(np.isfinite(value), OPEN, INFEASIBLE)
         return LowerBounds(grid, value, state, np.zeros((len(value), len(grid.problem.placements))))
 
     def tighten(self, cutoff: float) -> None:
-        """Solve every program whose current lower bound is at most the cutoff, lowest first."""
+        """Solve all open programs with a lower bound up to the cutoff, the lowest first."""
         todo = np.flatnonzero((self.state == OPEN) & (self.value <= cutoff))
         todo = todo[np.argsort(self.value[todo], kind="stable")]
         for start in range(0, len(todo), CHUNK):
             self._solve(todo[start : start + CHUNK], cutoff)
 
     def find_best(self, slack: float) -> float:
-        """Solve programs until the least lower bound of all is known, and those within ``slack`` of it; return it."""
+        """Return the least optimum of all programs. All programs within ``slack`` of it are solved."""
         todo = np.flatnonzero(self.state == OPEN)
         todo = todo[np.argsort(self.value[todo], kind="stable")]
         start, size, best = 0, 256, np.inf
@@ -147,4 +150,4 @@ class LowerBounds:
         solved = solve_side_by_side(programs, cutoff)
         self.value[choices] = np.maximum(self.value[choices], solved.value)
         self.state[choices] = solved.state
-        self.weights[choices] = self.grid.shares(programs, solved.z)[1]
+        self.weights[choices] = programs.shares(solved.z)[1]

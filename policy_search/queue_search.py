@@ -1,11 +1,14 @@
-"""The best policy and batch for a queue whose places are refilled as answers end.
+"""Find the best policy and batch for a queue, in which a request starts when another one ends.
 
-``policy_search.search`` takes equal requests that begin together. It runs for the mean answer and for the mean
-remaining answer of a running request, which is longer; with shared prefixes, for prompts without them and whole ones.
-Its results and the given policies are priced on the queue itself, with the most requests that fit and with the search's
-batch; where hidden states on the host prevent sharing, also with these on the device. If padding keeps requests from
-running, they are also priced with other mini-batches. Prices come from a few iterations each, then from more for
-those near the best.
+``policy_search.search`` assumes equal requests that start together. It runs for two answer lengths: the mean answer,
+and the mean over running requests, which is longer. With shared prefixes, it runs for prompts with and without them.
+The policies that it finds, and given policies, are then priced on the queue:
+
+- with the most requests that fit, and with the search's batch;
+- with hidden states on the device, if hidden states on the host prevent sharing;
+- with other mini-batch sizes, if padding limits the number of running requests.
+
+Each price comes from a few iterations; policies near the best are priced again from more.
 """
 
 from __future__ import annotations
@@ -28,25 +31,25 @@ from flexhybrid.core.workload import Workload
 from policy_search.search import SearchResult, SearchSettings, search
 from sim.queue_clock import ROUGH_TASKS, QueueRun, least_seconds, price_queue
 
-SMALLER, MOST_SIZES = 0.75, 3  #: factor between the mini-batches that are tried, and how often up and down
-FEWER = 0.75  #: of the requests that might run: where so few do, other mini-batches are tried
-NEAR, MOST_NEAR = 0.03, 2  #: share by which such a price may be off, and how many that are so near the best count
+SMALLER, MOST_SIZES = 0.75, 3  #: factor between mini-batch sizes, and most larger and most smaller sizes that are tried
+FEWER = 0.75  #: other mini-batch sizes are tried if fewer than this share of the possible requests run
+NEAR, MOST_NEAR = 0.03, 2  #: relative error of a price from few iterations; most policies that are priced again
 
 
 @dataclass(frozen=True)
 class QueueChoice:
-    """A policy, whose ``max_batch`` is the number of running requests, and the queue's run under it."""
+    """A policy for a queue and the queue's predicted run."""
 
-    policy: Policy
+    policy: Policy  #: its ``max_batch`` is the number of requests that run together
     run: QueueRun
-    found: SearchResult | None  #: by the search; None: it was given
+    found: SearchResult | None  #: the search that found the policy; None: it was given
 
 
 def best_for_queue(
     problem: Problem, workload: Workload, settings: SearchSettings, given: Iterable[Policy] = (), rough: bool = False
 ) -> QueueChoice:
-    """Return the policy under which the queue ends first. ``rough``: its price may be, which saves a second. Raise
-    InputError when nothing fits."""
+    """Return the policy under which the queue ends first. ``rough``: skip the second, more accurate price if no other
+    policy is near, which saves a second. Raise InputError if nothing fits."""
     problem = replace(problem, budgets=problem.effective_budgets)
     ranking = _Ranking(problem, workload)
     prompts = dict.fromkeys(max(1, round(mean)) for mean in (workload.mean_prompt, workload.prompt_tokens.mean()))
@@ -57,7 +60,7 @@ def best_for_queue(
         except InputError as refused:
             ranking.error = refused
             continue
-        free = replace(found.policy, max_batch=None)  # a search limits it to the batch that it took
+        free = replace(found.policy, max_batch=None)  # the search sets max_batch to its own batch
         if found.batch < ranking.add(free, settings.max_batch, found):
             ranking.add(free, found.batch, found)
         if (
@@ -75,17 +78,12 @@ def best_for_queue(
 
 
 class _Ranked(NamedTuple):
-    """A choice, roughly priced."""
+    """A choice that is priced from a few iterations."""
 
     choice: QueueChoice
-    policy: Policy  #: without the limit of its requests
-    places: int  #: requests at a time, at most
-    size: Places  #: of them
-
-    def exact(self, problem: Problem, workload: Workload) -> QueueChoice:
-        """Return the choice with a price from more iterations."""
-        run = price_queue(problem, self.choice.policy, workload, self.places, self.size)
-        return replace(self.choice, run=run)
+    policy: Policy  #: the policy without ``max_batch``
+    places: int  #: most requests that may run together
+    size: Places  #: requests that run together
 
 
 def _seconds(ranked: _Ranked) -> float:
@@ -93,17 +91,17 @@ def _seconds(ranked: _Ranked) -> float:
 
 
 class _Ranking:
-    """Policies, roughly priced on a queue."""
+    """Policies that are priced on a queue, from a few iterations each."""
 
     def __init__(self, problem: Problem, workload: Workload):
         self.problem, self.workload = problem, workload
         self.choices: list[_Ranked] = []
-        self.priced: dict[tuple[Policy, int], int] = {}  #: by policy and most requests at a time: how many these were
-        self.error = InputError("no policy was given")  #: of the latest one that does not fit
+        self.priced: dict[tuple[Policy, int], int] = {}  # (policy, places) -> requests that run together
+        self.error = InputError("no policy was given")  # error of the latest policy that does not fit
 
     def add(self, policy: Policy, places: int, found: SearchResult | None, size: Places | None = None) -> int:
-        """Price a policy with this number of places, of which ``size`` run if that is known, unless it was priced or
-        cannot come near the best; return how many requests run."""
+        """Price a policy with at most ``places`` requests together; return the number that run together. It is not
+        priced again, and not priced if its lower bound is not near the best. ``size``: the known ``Places``."""
         key, limited = (policy, places), replace(policy, max_batch=min(places, policy.max_batch or places))
         if key in self.priced:
             return self.priced[key]
@@ -114,7 +112,7 @@ class _Ranking:
             if least_seconds(self.problem, limited, self.workload, size.count) > (1 + NEAR) * best:
                 return size.count
             run = price_queue(self.problem, limited, self.workload, places, size, ROUGH_TASKS)
-        except InputError as too_long:  # a single request, for it
+        except InputError as too_long:  # one request is too long for the policy
             self.error = too_long
             return places
         taken = replace(limited, max_batch=run.at_a_time) if found else limited
@@ -123,8 +121,9 @@ class _Ranking:
         return run.at_a_time
 
     def try_sizes(self, places: int) -> None:
-        """Where padding limits the running requests, price found policies also with mini-batches that leave room for
-        the search's batch, and the best with larger and smaller ones, while they are better."""
+        """If padding limits the number of running requests, price other mini-batch sizes. Found policies get the
+        largest size that leaves room for most of the search's batch. The best policy then gets larger and smaller sizes
+        while they are better."""
         most, limited = min(places, self.workload.num_requests), False
         for ranked in tuple(self.choices):
             if (found := ranked.choice.found) and ranked.size.count < (enough := FEWER * min(found.batch, most)):
@@ -143,24 +142,23 @@ class _Ranking:
                         break
 
     def _with_sizes(self, policy: Policy, factor: float) -> Iterator[Policy]:
-        """Yield the policy with mini-batches of ``factor`` times its tokens, of that times ``factor``, …; the least
-        holds the longest request."""
+        """Yield the policy with mini-batches of ``factor``, ``factor``², … times its tokens. The smallest size that is
+        tried holds just the longest request."""
         longest = self.workload.cached_tokens.max(keepdims=True)
         width = padded_tokens(*split_representations(BlockEntries(policy.cache), longest))
         while (tokens := max(width, int(factor * policy.max_mini_batch_tokens))) != policy.max_mini_batch_tokens:
             yield (policy := replace(policy, max_mini_batch_tokens=tokens))
 
     def best(self, rough: bool) -> QueueChoice:
-        """Return the best by a more exact price, among those near it."""
+        """Return the best choice. Choices near it are priced again from more iterations first."""
         self.choices.sort(key=_seconds)
-        near = [
-            ranked for ranked in self.choices[:MOST_NEAR] if _seconds(ranked) <= (1 + NEAR) * _seconds(self.choices[0])
-        ]
+        limit = (1 + NEAR) * _seconds(self.choices[0])
+        near = [ranked for ranked in self.choices[:MOST_NEAR] if _seconds(ranked) <= limit]
         if rough and len(near) == 1:
             return near[0].choice
-        return min(
-            (ranked.exact(self.problem, self.workload) for ranked in near), key=lambda choice: choice.run.total_s
-        )
+        runs = (price_queue(self.problem, one.choice.policy, self.workload, one.places, one.size) for one in near)
+        priced = [replace(one.choice, run=run) for one, run in zip(near, runs, strict=True)]
+        return min(priced, key=lambda choice: choice.run.total_s)
 
 
 def mean_answer(workload: Workload) -> int:
@@ -169,6 +167,6 @@ def mean_answer(workload: Workload) -> int:
 
 
 def running_answer(workload: Workload) -> int:
-    """Return the tokens of the answer that a running request has on average: a long one runs for longer."""
+    """Return the mean answer tokens of a running request. Long answers run for longer, so they have more weight."""
     answers = workload.answers.astype(float)
     return max(1, round(float(np.square(answers).sum() / answers.sum())))

@@ -1,7 +1,7 @@
-"""From a program's shares to policies and their seconds: whole blocks, weights that fit, the walk.
+"""Round the shares of linear programs to policies, and predict the policies' times.
 
-Shares are rounded to blocks of the final context. Weights fill the rest exactly: on the device what fits, on the disk
-only what exceeds the host. The prediction is then of the policy itself, with its waiting.
+Cache shares are rounded to whole blocks of the final context. The weights then fill the device; only what exceeds the
+host goes to the disk.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from sim.array_clock import Prediction, predict
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates
 
-WEIGHT_STEPS = 10_000  #: weight shares are multiples of 1 over this
-SHARE_STEPS = 128  #: of an exchange between two entries, besides whole blocks
-LEAST_BLOCKS = 0.75  #: an entry with fewer blocks than this is also left out
+WEIGHT_STEPS = 10_000  #: weight shares are multiples of 1 / WEIGHT_STEPS
+SHARE_STEPS = 128  #: an exchange between two entries tries multiples of 1 / SHARE_STEPS, besides whole blocks
+LEAST_BLOCKS = 0.75  #: roundings are also tried without entries of fewer blocks
 
 
 @dataclass(frozen=True)
 class UnplacedPolicy:
-    """A policy before its weights are placed. Equal policies are equal values: see ``of``."""
+    """A policy before its weights are placed, in the unique form that ``of`` makes."""
 
     option: Option
     batch: int
     mini_batch_tokens: int
-    cache: tuple[tuple[str, float], ...]  #: entries with their shares, sorted, none of zero
+    cache: tuple[tuple[str, float], ...]  #: (entry, share) pairs, sorted; shares are above 0
 
     @staticmethod
     def of(option: Option, batch, mini_batch_tokens, shares: dict[str, float]) -> UnplacedPolicy:
-        """Drop shares of zero, and make the bits of representations that are not stored native."""
+        """Return the policy without zero shares, and with native bits for representations that it does not store."""
         cache = tuple(sorted((entry, float(share)) for entry, share in shares.items() if share > 0))
         stored = option.storing(entry for entry, _ in cache)
         return UnplacedPolicy(stored, int(batch), int(mini_batch_tokens), cache)
@@ -50,11 +50,11 @@ class UnplacedPolicy:
 
     @property
     def keeps_both(self) -> bool:
-        """Return whether an entry keeps two copies of a token; their split depends on where the weights are."""
+        """Return whether an entry keeps two copies of a token. How both(…) splits depends on the weights' placement."""
         return "both" in map(representation_of, self.entries)
 
     def policy(self, device: float, disk: float) -> Policy:
-        """Return the policy with its weights placed: shares of each layer's bytes."""
+        """Return the policy with these shares of each layer's bytes on the device and the disk."""
         device, disk = round(float(device), 6), round(float(disk), 6)
         weights = Placement(device, max(0.0, round(1.0 - device - disk, 6)), disk)
         sizes = {"max_mini_batch_tokens": self.mini_batch_tokens, "max_batch": self.batch}
@@ -63,25 +63,25 @@ class UnplacedPolicy:
 
 @dataclass(frozen=True)
 class EvaluatedPolicy:
-    """A policy that fits, and its objective by the closed form with waiting: seconds per token."""
+    """A policy that fits, and its predicted objective with waiting."""
 
     policy: Policy
     batch: int  #: ``policy.max_batch``
-    seconds: float
-    unplaced: UnplacedPolicy | None = None
-    in_time: bool = True  #: whether it keeps the limits of latency
+    seconds: float  #: seconds per token
+    unplaced: UnplacedPolicy | None = None  #: the policy before its weights were placed; None for a given policy
+    in_time: bool = True  #: whether it keeps the latency limits
 
 
 @dataclass
 class Evaluator:
-    """Evaluates policies, each once."""
+    """Evaluates policies, each one only once."""
 
     problem: SearchProblem
     num_walked: int = 0
     seen: set[UnplacedPolicy] = field(default_factory=set)
 
     def evaluate(self, policies: list[UnplacedPolicy], limit: float = np.inf) -> list[EvaluatedPolicy]:
-        """Return the new policies that fit and whose bound is below ``limit`` (seconds per token)."""
+        """Evaluate the policies that are new, fit, and have a lower bound below ``limit`` (seconds per token)."""
         groups: dict[tuple, list[UnplacedPolicy]] = {}
         for policy in policies:
             if policy not in self.seen:
@@ -112,11 +112,11 @@ class Evaluator:
         return self._walk(policies, candidates, unplaced)
 
     def evaluate_policy(self, policy: Policy, batches: np.ndarray, limit: float = np.inf) -> list[EvaluatedPolicy]:
-        """Return a placed policy on several batches: those that fit, with a bound below ``limit``."""
+        """Evaluate a placed policy with each batch that fits and has a lower bound below ``limit``."""
         problem = self.problem
         candidates = problem.candidates(policy, batches.astype(np.float64))
         bound = predict(problem, candidates, walk=False)
-        near = _fits(problem, bound.peak_bytes) & _may_be_below(problem, bound, batches, limit)
+        near = problem.effective_budgets.hold(bound.peak_bytes) & _may_be_below(problem, bound, batches, limit)
         batches = batches[near]
         if not len(batches):
             return []
@@ -124,7 +124,7 @@ class Evaluator:
         return self._walk(policies, replace(candidates, batch=batches.astype(np.float64)), [None] * len(batches))
 
     def _walk(self, policies: list[Policy], candidates: Candidates, origins: Iterable) -> list[EvaluatedPolicy]:
-        """Evaluate fitting policies with waiting; return each with its origin."""
+        """Evaluate fitting policies with waiting. ``origins``: the ``unplaced`` of each policy."""
         self.num_walked += len(policies)
         prediction, batch = predict(self.problem, candidates), np.asarray(candidates.batch, dtype=int)
         seconds, in_time = counted_seconds(self.problem, prediction, batch), self.problem.in_time(prediction)
@@ -133,26 +133,23 @@ class Evaluator:
 
 
 def _may_be_below(problem: SearchProblem, bound: Prediction, batch: np.ndarray, limit: float) -> np.ndarray:
-    """Return whether seconds per token with waiting can be below ``limit``, within the limits of latency."""
+    """Return whether candidates can take less than ``limit`` seconds per token within the latency limits."""
     return problem.may_be_in_time(bound.prefill_s, bound.decode_s) & (counted_seconds(problem, bound, batch) < limit)
 
 
 def counted_seconds(problem: SearchProblem, prediction: Prediction, batch: np.ndarray) -> np.ndarray:
-    """Return the seconds of a prediction that the objective counts, per token; of a run never less than the bound."""
+    """Return the seconds per token that the objective counts, [candidates]. If it counts the whole run, the result is
+    at least the bound."""
     prefill, decode = problem.counted
     run_s = prefill * prediction.prefill_s + decode * prediction.decode_s
     return (np.maximum(run_s, prediction.bound_s) if prefill and decode else run_s) / problem.tokens(batch)
 
 
-def _fits(problem: SearchProblem, peak: dict[str, np.ndarray]) -> np.ndarray:
-    """Return whether peaks in bytes, tier -> [candidates], are within the limits."""
-    return np.all([peak[tier] <= limit for tier, limit in problem.limits.items()], axis=0)
-
-
 def candidates_of(
     problem: SearchProblem, unplaced: list[UnplacedPolicy], policy: Policy | None = None, device=None, disk=None
 ) -> Candidates:
-    """Return policies of one option with equal entries as candidates; ``policy`` has their common fields."""
+    """Return policies of one option with equal entries as candidates. ``policy``: a policy with their common fields
+    (default: made of the first). ``device``, ``disk``: weight shares."""
     first = unplaced[0]
     if policy is None:
         policy = first.option.policy(dict(first.cache), Placement(host=1.0))
@@ -162,15 +159,15 @@ def candidates_of(
     return problem.candidates(policy, batch, tokens, cache=cache, weights_device=device, weights_disk=disk)
 
 
-#: Steps towards the most of the weights that fit: each leaves a thirtieth of what the one before it was off.
+#: Steps of the iteration for the most weights that fit; each reduces the error to a thirtieth.
 PLACING_STEPS = 3
 
 
 def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (device share, disk share, fits), [candidates]: the most weights on the device, the least on the disk.
 
-    A resident byte of a layer costs one byte in each of L layers and saves two slots, so the rest divides evenly. With
-    several kinds of layers the mean counts, and the largest one's slots.
+    A byte that becomes resident in each of L layers takes L bytes and saves two bytes of the streaming slots. For
+    several kinds of layers, use their mean bytes, and the slots of the largest.
     """
     bits, shape = problem.stored(candidates.policy.bits), problem.shape
     layouts = kind_layouts(shape, bits.weights, problem.bytes_per_element)
@@ -181,7 +178,8 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
 
     size, total = np.shape(candidates.batch), mean_of(lambda layout: layout.total_bytes)
     slope = max(shape.num_layers - 2 * max(layout.total_bytes for layout in layouts) / total, 0)
-    row = max((spot.row_bytes for of in layouts for spot in of.spots if spot.cols), default=0)  # a share is rounded
+    # A share of a layer is rounded to whole rows.
+    row = max((spot.row_bytes for layout in layouts for spot in layout.spots if spot.cols), default=0)
     steps = whole_tensors(problem, [candidates.policy.bits.weights])
 
     def peaks(device, disk) -> dict[str, np.ndarray]:
@@ -189,7 +187,7 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
         placed = replace(candidates, weights_device=device, weights_disk=disk)
         return peak_bytes(problem, placed)
 
-    most = 1.0 - (problem.weights_disk or 0.0)  # of the weights, what the disk leaves
+    most = 1.0 - (problem.weights_disk or 0.0)  # share of the weights that is not on the disk
     if problem.weights_device is not None:
         device = np.full(size, float(problem.weights_device))
     elif "device" not in problem.space.weights:
@@ -204,7 +202,7 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
         vectors = mean_of(lambda layout: layout.vectors_end)
         device = np.full(size, 0.5)
         kept = np.full(size, mean_of(lambda layout: layout.resident_prefix(0.5)), dtype=float)
-        for step in range(PLACING_STEPS):  # in segments of the allocator a byte takes somewhat more than a byte
+        for step in range(PLACING_STEPS):  # a byte takes slightly more than a byte in segments of the allocator
             room = problem.limits["device"] - peaks(device, 0.0)["device"]
             done = (room >= 0) if step else np.zeros(size, dtype=bool)
             kept = np.where(done, kept, kept + room / max(slope, 1) - row)
@@ -220,24 +218,24 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
         if len(steps):
             stays = _largest(steps, size, lambda share: peaks(device, 1 - np.maximum(share, device))["host"] <= limit)
             disk = 1.0 - np.maximum(stays, device)
-            return device, disk, _fits(problem, peaks(device, disk))
-        over = peaks(device, disk)["host"] - limit
-        moved = np.ceil((over / max(slope, 1) + row) / total * WEIGHT_STEPS) / WEIGHT_STEPS
-        disk = np.where(over > 0, np.minimum(moved if slope else 1.0, 1.0 - device), 0.0)
-    return device, disk, _fits(problem, peaks(device, disk))
+        else:
+            over = peaks(device, disk)["host"] - limit
+            moved = np.ceil((over / max(slope, 1) + row) / total * WEIGHT_STEPS) / WEIGHT_STEPS
+            disk = np.where(over > 0, np.minimum(moved if slope else 1.0, 1.0 - device), 0.0)
+    return device, disk, problem.effective_budgets.hold(peaks(device, disk))
 
 
 def whole_tensors(problem: SearchProblem, weights_bits: Iterable[str | int], apart: float = 0.0) -> np.ndarray:
-    """Return the shares of a layer that can be placed where its tensors are not cut, in order from 0 to 1; of those
-    less than ``apart`` from one another the largest. Empty where any row may be the last."""
+    """Return the possible shares of a layer if its tensors must not be cut, sorted from 0 to 1. Of shares that differ
+    by less than ``apart``, only the largest is kept. The result is empty if tensors may be cut at any row."""
     stored = (problem.stored(Bits(bits)).weights for bits in weights_bits)
-    layouts = (of for width in stored for of in kind_layouts(problem.shape, width, problem.bytes_per_element))
-    shares = sorted({min(1.0, round(cut / of.total_bytes + 5e-7, 6)) for of in layouts for cut in of.cuts})
+    layouts = (one for width in stored for one in kind_layouts(problem.shape, width, problem.bytes_per_element))
+    shares = sorted({min(1.0, round(cut / one.total_bytes + 5e-7, 6)) for one in layouts for cut in one.cuts})
     return np.array([share for share, after in zip(shares, [*shares[1:], 2.0]) if after - share > apart])
 
 
 def _largest(steps: np.ndarray, size: tuple[int, ...], fits: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return the largest of the ``steps`` that fits, of candidates [size]; the first where none does."""
+    """Return the largest of the ``steps`` that fits each candidate, [size]; the first step if none fits."""
     low, high = np.zeros(size, dtype=int), np.full(size, len(steps) - 1)
     while np.any(low < high):
         middle = (low + high + 1) // 2
@@ -247,22 +245,19 @@ def _largest(steps: np.ndarray, size: tuple[int, ...], fits: Callable[[np.ndarra
 
 
 def round_shares(grid: ChoiceGrid, choice: int, shares: np.ndarray) -> list[tuple[UnplacedPolicy, np.ndarray]]:
-    """Return a choice with its program's cache shares [entries] in whole blocks: policies, each with its shares."""
+    """Return the roundings of a choice's cache shares [entries] to whole blocks: (policy, its shares) pairs."""
     index, pair = grid.split(choice)
     option, batch, tokens = grid.options[index], grid.batch[pair], grid.mini_batch_tokens[pair]
     if grid.problem.space.mix:
         return [(UnplacedPolicy.of(option, batch, tokens, dict(grid.problem.space.mix)), shares)]
     entries, blocks = grid.problem.entries, final_blocks(grid.problem)
-    ways = [
-        way
-        for rounded in roundings(grid.fold(option, shares), blocks)
-        for way in _with_newest(rounded, entries, blocks)
-    ]
+    shares = grid.fold(option, shares)
+    ways = [way for rounded in roundings(shares, blocks) for way in _with_newest(rounded, entries, blocks)]
     return [(UnplacedPolicy.of(option, batch, tokens, dict(zip(entries, way, strict=True))), way) for way in ways]
 
 
 def _with_newest(way: np.ndarray, entries: tuple[str, ...], blocks: int) -> list[np.ndarray]:
-    """Return ``way`` with a cached entry for the newest block if it holds only token ids."""
+    """Return variants of the shares ``way`` that store the newest block, if all shares are token ids; else [way]."""
     if "tok" not in entries or way[entries.index("tok")] < 1:
         return [way]
     others = [np.eye(len(entries))[i] for i, entry in enumerate(entries) if entry != "tok"]
@@ -270,13 +265,14 @@ def _with_newest(way: np.ndarray, entries: tuple[str, ...], blocks: int) -> list
 
 
 def final_blocks(problem: SearchProblem) -> int:
-    """Return the blocks of a request's final context."""
+    """Return the number of blocks in a request's final context."""
     return int(ceil_blocks(problem.prompt_tokens + problem.max_tokens - 1))
 
 
 def roundings(shares: np.ndarray, blocks: int) -> np.ndarray:
-    """Return ``shares`` [entries] in whole blocks, [ways, entries]: every rounding of each entry down or up that adds
-    up, with and without the entries of fewer than LEAST_BLOCKS blocks, and the largest entry alone."""
+    """Return all roundings of ``shares`` [entries] to whole blocks, [ways, entries]. Each entry is rounded down or up
+    so that the sum is kept, with and without entries of fewer than LEAST_BLOCKS blocks. A last way has only the largest
+    entry."""
     ways = {tuple(np.eye(len(shares))[shares.argmax()])}
     kept = np.where(shares * blocks >= LEAST_BLOCKS, shares, 0.0)
     for exact in (shares * blocks, kept / max(kept.sum(), 1e-12) * blocks):
@@ -293,8 +289,8 @@ def roundings(shares: np.ndarray, blocks: int) -> np.ndarray:
 
 
 def exchange_steps(problem: SearchProblem) -> np.ndarray:
-    """Return the shares that an exchange between two entries tries, sorted, from 0 to 1: whole blocks of the first and
-    of the final context, and multiples of 1/SHARE_STEPS."""
+    """Return the shares that an exchange between two entries tries, sorted from 0 to 1: whole blocks of the prompt and
+    of the final context, and multiples of 1 / SHARE_STEPS."""
     steps = {step / SHARE_STEPS for step in range(SHARE_STEPS + 1)}
     for tokens in (problem.prompt_tokens, problem.prompt_tokens + problem.max_tokens - 1):
         blocks = -(-tokens // BLOCK_TOKENS)
@@ -304,8 +300,8 @@ def exchange_steps(problem: SearchProblem) -> np.ndarray:
 
 
 def exchanges(problem: SearchProblem, shares: np.ndarray) -> np.ndarray:
-    """Return shares [ways, entries] in which one entry of ``shares`` has given any part to another, or taken it."""
-    steps, ways, least = exchange_steps(problem), [], 0.5 / final_blocks(problem)  # less is never a whole block
+    """Return shares [ways, entries] that differ from ``shares`` [entries] in how two entries divide their sum."""
+    steps, ways, least = exchange_steps(problem), [], 0.5 / final_blocks(problem)  # less than this rounds to no block
     count = len(shares)
     for giver in np.flatnonzero(shares > 0):
         for taker in range(count):
@@ -321,17 +317,17 @@ def exchanges(problem: SearchProblem, shares: np.ndarray) -> np.ndarray:
     if not ways:
         return shares[None, :]
     ways = np.concatenate(ways)
-    if "tok" in problem.entries:  # the newest tokens need a share of something else
+    if "tok" in problem.entries:  # the newest block is never kept as token ids only
         ways = ways[ways[:, problem.entries.index("tok")] < 0.95]
     return np.unique(np.round(ways, 9), axis=0)
 
 
 def with_cache_fixed(grid: ChoiceGrid, choices: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (least seconds per token [choices], weights' placement [choices, tiers]) at these cache ``shares``
-    [choices, entries]; infinity if no placement fits."""
+    """Return (least seconds per token [choices], weight shares [choices, tiers]) for given cache shares. ``shares``:
+    [choices, entries]. The seconds are infinite if no placement of the weights fits."""
     programs = grid.programs(choices)
     nc = programs.num_cache
     h = programs.h - np.einsum("nij,nj->ni", programs.G[:, :, : nc - 1], shares[:, 1:])
     of_weights = Programs(np.ascontiguousarray(programs.G[:, :, nc - 1 :]), h, programs.c[nc - 1 :], 1)
     solved = solve_side_by_side(of_weights)
-    return solved.value, grid.shares(of_weights, solved.z)[1] @ np.array(grid.problem.placements)
+    return solved.value, of_weights.shares(solved.z)[1] @ np.array(grid.problem.placements)

@@ -1,11 +1,12 @@
-"""One optimisation over everything that a policy says: placement of weights and cache over three tiers,
-representations, bits, mini-batch and batch, row or column, where attention runs.
+"""Search the best policy: placement of weights and cache, representations, bits, batch sizes, schedule and attention.
 
-Every discrete choice leaves a linear program over shares (``grid``). All choices are bounded at once (``lower_bound``);
-only those near the incumbent have their program solved (``lp``), are rounded to blocks and walked by
-``sim.array_clock`` (``rounding``), the most promising first (``branch_and_bound``). Then the batches between the grid's
-steps and the exchanges of blocks between entries are tried around the best. The winner can be confirmed on the virtual
-clock, and its program written for a reader (``audit``).
+1. Each discrete choice leaves a linear program over shares (``grid``).
+2. All choices are bounded at once (``lower_bound``).
+3. Choices near the incumbent have their programs solved (``lp``), rounded to blocks (``rounding``) and priced by
+   ``sim.array_clock``, the most promising first (``branch_and_bound``).
+4. Batches between the grid's steps, and exchanges of blocks between entries, are tried near the best policy.
+
+The winner can be confirmed on the virtual clock. Its program can be written as a readable file (``audit``).
 """
 
 import time
@@ -50,40 +51,39 @@ from sim.virtual_clock import SimulatedSummary, run, summarize
 __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "SearchSettings", "Space", "search"]
 
 OBJECTIVES = ("throughput", "latency", "decode_throughput")
-MAX_BATCH = 1024  #: requests that are tried by default
-#: Share by which a prediction may be wrong: the largest error of the closed form in the committed comparisons
+MAX_BATCH = 1024  #: largest batch that is tried by default
+#: Possible relative error of a prediction: the largest error of the array clock in the committed comparisons
 #: (``error_closed`` of experiments/results/*/speed.csv), rounded up.
 MODEL_ERROR = 0.14
-#: Shares of the weights that differ by less are not searched separately, if only some are possible.
+#: If tensors must not be cut, possible shares of the weights that differ by less are not searched separately.
 LEAST_APART = 0.01
-MOST_CONTENDERS = 12  #: kinds of policies besides the winner's
-MOST_CONFIRMED = 8192  #: positions (mini-batches in layers) that the virtual clock walks one by one: half a second
+MOST_CONTENDERS = 12  #: most kinds of policies that are reported besides the winner's
+MOST_CONFIRMED = 8192  #: most positions of a run that the virtual clock walks completely, in half a second
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """What a search may choose, its objective, and its time limit."""
+    """Choices, objective and limits of a search."""
 
-    batch: int | None = None  #: None: free up to ``max_batch`` (for latency: 1)
+    batch: int | None = None  #: number of requests; None: free up to ``max_batch`` (for latency: 1)
     max_batch: int = MAX_BATCH
-    #: "throughput": generated tokens over the run's seconds; "latency": those seconds; "decode_throughput": generated
-    #: tokens over the decode's seconds
+    #: "throughput": generated tokens / the run's seconds; "latency": the run's seconds; "decode_throughput": generated
+    #: tokens / the decode's seconds
     objective: str = "throughput"
     space: Space = FULL
-    selection: Selection | None = None  #: a speculative one that may be used where it is faster; None: no selection
-    mini_batch_tokens: tuple[int, ...] = MINI_BATCH_TOKENS  #: sizes of a mini-batch that are tried; one alone is kept
-    weights_device: float | None = None  #: share of each layer; None: free
-    weights_disk: float | None = None  #: likewise
-    #: the most seconds from the start of the requests that run at once to their first tokens; None: no limit
-    max_ttft_s: float | None = None
-    max_tpot_s: float | None = None  #: likewise from a token of a request to its next one
-    seeds: Iterable[Policy] = ()  #: tried as well: the answer is never worse than one that fits and is allowed
-    #: What fits the device stays there: with everything resident, a policy is only left for one that is predicted
-    #: faster by more than this share
+    #: a speculative selection that is used if it is faster; None: no selection
+    selection: Selection | None = None
+    mini_batch_tokens: tuple[int, ...] = MINI_BATCH_TOKENS  #: sizes of a mini-batch that are tried
+    weights_device: float | None = None  #: share of each layer on the device; None: free
+    weights_disk: float | None = None  #: share of each layer on the disk; None: free
+    max_ttft_s: float | None = None  #: most seconds from the start of a wave to its requests' first tokens; None: any
+    max_tpot_s: float | None = None  #: most seconds between two tokens of a request; None: any
+    seeds: Iterable[Policy] = ()  #: policies that are also tried; the result is at least as good as these
+    #: the policy with everything on the device wins unless another one is faster by more than this share
     margin: float = MODEL_ERROR
-    time_limit: float | None = None  #: seconds after which the best so far is returned, not proved
-    confirm: bool = False  #: walk the winner on the virtual clock, see ``confirmed``
-    write_lp: Path | None = None  #: where to write the winner's program
+    time_limit: float | None = None  #: seconds after which the best policy so far is returned, without a proof
+    confirm: bool = False  #: run the winner on the virtual clock, see ``confirmed``
+    write_lp: Path | None = None  #: file to write the winner's program to
     prune: bool = True  #: False tries every choice
 
     def __post_init__(self):
@@ -110,7 +110,7 @@ class SearchSettings:
 
     @property
     def batches(self) -> np.ndarray:
-        """Batches that are tried."""
+        """Return the batches that are tried."""
         if self.batch is None and self.objective == "latency":
             return np.array([1])
         return batch_grid(self.max_batch) if self.batch is None else np.array([self.batch])
@@ -118,61 +118,58 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best policy and its prediction."""
+    """The best policy, its prediction, and the search's counts and optimality gaps."""
 
     policy: Policy
     batch: int
-    prediction: dict  #: the row of ``sim.array_clock.Prediction``
+    prediction: dict  #: ``sim.array_clock.Prediction.row`` of the policy
     num_choices: int  #: discrete choices
-    num_bounded_out: int  #: of them, left out by their lower bound
+    num_bounded_out: int  #: choices that their lower bound excluded
     num_lps: int  #: programs solved to their optimum
     num_walked: int  #: policies priced with waiting
-    #: Optimality gap: no policy of the space, on the batches and mini-batches tried, is predicted to be faster by more
-    #: than this share. The bound has no waiting, so much of the gap may be waiting; rounding to blocks can make a
-    #: policy some thousandths faster than its shares.
-    gaps: dict[str, float]  #: by place of attention; on the host much of the gap is waiting
-    complete: bool  #: whether everything that the bound left was looked at; False: the time limit ended the search
+    #: place of attention -> optimality gap: no policy of the space, with the batches and mini-batches tried, is
+    #: predicted to be faster by more than this share. The bound ignores waiting, which is much of the gap with
+    #: attention on the host. Rounding to blocks can make a policy 0.1 % or so faster than its bound
+    gaps: dict[str, float]
+    complete: bool  #: False if the time limit ended the search
     search_s: float
     problem: SearchProblem
-    largest_mini_batch: int  #: tokens; that of ``gaps``
-    #: the best policies that were tried of other kinds: with other entries, bits, tiers of weights or attention
+    largest_mini_batch: int  #: tokens of the largest mini-batch that was tried
+    #: the best policies of other kinds: with other cache entries, bits, tiers of weights or place of attention
     contenders: tuple[EvaluatedPolicy, ...] = ()
-    #: the share by which another policy would have to be faster for the device to be left; None: nothing stays for it
+    #: ``SearchSettings.margin`` if the policy with everything on the device won, else None
     margin: float | None = None
-    virtual: SimulatedSummary | QueueRun | None = None  #: of the winner, with ``confirm``
-    #: the best with the selection of the settings, whether it won or not; None if none fits. Counts, gap and proof are
+    virtual: SimulatedSummary | QueueRun | None = None  #: the winner's run on the virtual clock, with ``confirm``
+    #: the best policy with the settings' selection, even if it did not win; None if none fits. Counts and gaps are
     #: without it
     selected: UnderSelection | None = None
 
     @property
     def proof(self) -> str:
-        """Return the optimality gap in a sentence."""
-        ended = "" if self.complete else "; the time limit ended the search"
-        within = ", ".join(f"{gap:.1%} with attention on the {where}" for where, gap in sorted(self.gaps.items()))
-        sizes = f"mini-batches of up to {self.largest_mini_batch:,} tokens"
-        return (
-            f"proved: nothing allowed in {sizes} can be faster by more than {within} (a bound without waiting){ended}"
-        )
+        """Return the optimality gaps in a sentence."""
+        gaps = ", ".join(f"{gap:.1%} with attention on the {where}" for where, gap in sorted(self.gaps.items()))
+        tried = f"for mini-batches of up to {self.largest_mini_batch:,} tokens, by a bound that ignores waiting"
+        return f"optimality gap: {gaps} ({tried})" + "; the time limit ended the search" * (not self.complete)
 
     @property
     def gap(self) -> float:
-        """The largest of the gaps."""
+        """Return the largest of the gaps."""
         return max(self.gaps.values(), default=0.0)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many choices and policies each step dealt with."""
+        """Return the numbers of choices, excluded choices, solved programs and walked policies, by name."""
         names = ("num_choices", "num_bounded_out", "num_lps", "num_walked")
         return {name.removeprefix("num_"): getattr(self, name) for name in names}
 
     @property
     def act_share(self) -> float:
-        """ACT share of the tokens."""
+        """Return the ACT share of the tokens."""
         return self.policy.share("act")
 
     @property
     def kv_act_bytes_ratio(self) -> float:
-        """KV bytes / ACT bytes of a request's context, both copies of a both(…) entry counted; inf without ACT."""
+        """Return KV bytes / ACT bytes of a request's context; infinity without ACT. A both(…) entry has both."""
         shape, both = self.problem.shape, self.policy.share("both")
         stored = self.problem.stored(self.policy.bits)
         act_bytes = (self.policy.share("act") + both) * shape.act_token_bytes(stored.act)
@@ -183,7 +180,7 @@ class SearchResult:
 def search(problem: Problem, workload: Workload, settings: SearchSettings | None = None) -> SearchResult:
     """Return the best policy for requests of the workload's mean lengths, within the problem's effective budgets.
 
-    Raise InputError if nothing fits, naming each tier's shortage and the smallest change that would suffice;
+    Raise InputError if nothing fits; the message has each tier's shortage and the smallest sufficient change. Raise
     TooSlowError if no fitting policy is predicted to keep the limits of TTFT and TPOT.
     """
     started = time.perf_counter()
@@ -214,7 +211,7 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
             if solver.best is None:
                 limits = (("TTFT", searched.max_ttft_s), ("TPOT", searched.max_tpot_s))
                 asked = " and ".join(f"{name} of at most {limit:.4g} s" for name, limit in limits if limit)
-                if settings.selection is not None:  # which may keep them; the proof is of a search without limits
+                if settings.selection is not None:  # a selection may be fast enough; the gaps are then without limits
                     free = replace(settings, selection=None, max_ttft_s=None, max_tpot_s=None, confirm=False)
                     found = replace(search(problem, workload, free), problem=searched)
                     found = _with_selection(found, settings.selection, settings)
@@ -224,7 +221,7 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
                 raise TooSlowError(f"no policy is predicted to have {asked}; the least, each by itself: {least}")
     solver.refine(batches, tokens)
     if settings.weights_device is None and "device" in settings.space.weights:
-        # The programs' weight shares are continuous; a few possible ones are searched separately.
+        # The programs' weight shares are continuous. If only a few are possible, each is searched separately.
         for share in whole_tensors(searched, settings.space.weights_bits, LEAST_APART):
             solver.absorb(replace(searched, weights_device=float(share)), batches, tokens)
     if solver.best is None:
@@ -239,13 +236,14 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
 
 
 class TooSlowError(InputError):
-    """No policy keeps the limits of TTFT and TPOT."""
+    """No fitting policy keeps the limits of TTFT and TPOT."""
 
 
 def _soonest(
     problem: SearchProblem, latency: str, batches: np.ndarray, tokens: tuple[int, ...], fitting: Policy
 ) -> EvaluatedPolicy:
-    """Return the policy with the least of a latency, "ttft" or "tpot", without limits; ``fitting``: one that fits."""
+    """Return the policy with the least ``latency`` ("ttft" or "tpot") if latencies have no limits. ``fitting``: a
+    policy that fits."""
     solver = BranchAndBound(replace(problem, objective=latency, max_ttft_s=None, max_tpot_s=None))
     solver.explore(ChoiceGrid(solver.problem, problem.options, *pairs_of(problem, batches, tokens)))
     if solver.best is None:
@@ -278,7 +276,7 @@ def _result(solver: BranchAndBound, best: EvaluatedPolicy, started: float, token
 
 
 def _contenders(solver: BranchAndBound, best: EvaluatedPolicy) -> tuple[EvaluatedPolicy, ...]:
-    """Return the best policy of each kind but the winner's, the fastest kinds first."""
+    """Return the best policy of each kind except the winner's, the fastest kinds first."""
     kinds: dict[tuple, EvaluatedPolicy] = {_kind(best.policy): best}
     for known in sorted(solver.evaluated, key=lambda known: known.seconds):
         kinds.setdefault(_kind(known.policy), known)
@@ -286,6 +284,7 @@ def _contenders(solver: BranchAndBound, best: EvaluatedPolicy) -> tuple[Evaluate
 
 
 def _kind(policy: Policy) -> tuple:
+    """Return what distinguishes contenders: place of attention, cache entries, tiers of the weights, and bits."""
     tiers = tuple(tier for tier in TIERS if getattr(policy.weights, tier) > 0)
     return policy.attention, policy.cache_entries, tiers, policy.bits
 
@@ -296,7 +295,7 @@ def _predicted(problem: SearchProblem, policy: Policy, batch: int) -> Prediction
 
 
 def _with_selection(result: SearchResult, selection: Selection, settings: SearchSettings) -> SearchResult:
-    """Return the result with the best policy under the selection in place of its own, where one fits and is faster."""
+    """Return the result with the best policy under the selection, if one fits and is faster; else with its own."""
     started, problem = time.perf_counter(), result.problem
     try:
         selected = best_under_selection(problem, selection, settings.batches, settings.mini_batch_tokens)
@@ -312,8 +311,8 @@ def _with_selection(result: SearchResult, selection: Selection, settings: Search
 
 
 def confirmed(result: SearchResult) -> SimulatedSummary | QueueRun:
-    """Return the winner's run on the virtual clock: all of it, or, beyond MOST_CONFIRMED positions, some iterations of
-    it, from which the others follow."""
+    """Return the winner's run on the virtual clock. If it has more than MOST_CONFIRMED positions, only some iterations
+    are walked (``price_queue``)."""
     problem = result.problem
     lengths = Workload.uniform(result.batch, problem.prompt_tokens, problem.max_tokens)
     wave = admit(problem, result.policy, lengths)

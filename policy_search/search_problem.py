@@ -1,4 +1,4 @@
-"""What is searched: a problem with requests of one length, and the policies that may be chosen."""
+"""The problem of a search: requests of one length, and the policies that may be chosen."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sim.cost import hardware_of
 
 NATIVE = "native"
 MINI_BATCH_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  #: sizes of a mini-batch that are tried
-#: The same with everything on the device: no copy needs more than one mini-batch, and passes are independent.
+#: Sizes that are tried with everything on the device: there are no copies that several mini-batches could hide.
 RESIDENT_MINI_BATCH_TOKENS = (*MINI_BATCH_TOKENS, 65536, 131072)
 
 
 @dataclass(frozen=True)
 class Space:
-    """What a searched policy may use; the search leaves out what the machine lacks."""
+    """Choices that a searched policy may use. The search skips choices that the machine lacks."""
 
     entries: tuple[str, ...] = (
         *("kv@device", "kv@host", "kv@disk", "act@device", "act@host", "act@disk", "tok"),
@@ -43,16 +43,16 @@ class Space:
     weights_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
     kv_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
     act_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
-    mix: CacheShares | None = None  #: the cache's shares, where they are not to be chosen
-    kept: tuple[tuple[str, Any], ...] = ()  #: values of fields that the search does not choose, OTHERS
+    mix: CacheShares | None = None  #: fixed shares of the cache; None: the search chooses
+    kept: tuple[tuple[str, Any], ...] = ()  #: (field, value) pairs of OTHERS, which every policy has
 
     @property
     def lossless(self) -> bool:
-        """Return whether every policy keeps all representations at the compute dtype's width."""
+        """Return whether every policy stores everything in native bits."""
         return {*self.weights_bits, *self.kv_bits, *self.act_bits} == {NATIVE}
 
     def allows(self, policy: Policy) -> bool:
-        """Return whether a policy uses nothing else. A policy with a selection is in no space."""
+        """Return whether a policy uses only these choices. A policy with a selection is in no space."""
         bits, entries = policy.bits, (*self.entries, *self.both)
         used = [tier for tier in TIERS if getattr(policy.weights, tier) > 0]
         return (
@@ -73,11 +73,11 @@ def _alike(shares: Mapping[str, float], others: Mapping[str, float]) -> bool:
     return all(abs(shares.get(key, 0.0) - others.get(key, 0.0)) <= 1e-4 for key in {*shares, *others})
 
 
-#: Everything that a plan can be made of.
+#: All choices.
 FULL = Space()
-#: Exact representations only, in the compute dtype's width.
+#: All choices with native bits.
 LOSSLESS = replace(FULL, weights_bits=(NATIVE,), kv_bits=(NATIVE,), act_bits=(NATIVE,))
-#: KV and ACT in memory, attention on the device, one layer of all mini-batches after the other.
+#: KV and ACT on device and host, attention on the device, column schedule, native bits.
 PLAIN = replace(
     LOSSLESS,
     entries=("kv@device", "kv@host", "act@device", "act@host"),
@@ -90,8 +90,8 @@ PLAIN = replace(
 
 
 def measured_space(space: Space, hardware: Hardware) -> Space:
-    """Return the space, without attention on the host and packed bits where this machine's profile has not measured
-    them."""
+    """Return the space without choices that this machine's profile did not measure: attention on the host, and packed
+    bits. The space is unchanged for other machines."""
     if hardware.name != "local":
         return space
     if "attend_host" not in hardware.lines:
@@ -101,12 +101,12 @@ def measured_space(space: Space, hardware: Hardware) -> Space:
     return space
 
 
-#: Fields of a policy that no search chooses, but that it can be asked to keep.
+#: Fields of a policy that no search chooses. Settings can fix their values (``Space.kept``).
 OTHERS = ("embedding", "states", "packing", "weight_order", "split", "static_cache", "overlap")
 
 
 class Option(NamedTuple):
-    """The discrete choices of a policy besides its batch and mini-batches."""
+    """The discrete choices of a policy except its batch and mini-batch size."""
 
     schedule: str
     hidden: str
@@ -114,7 +114,7 @@ class Option(NamedTuple):
     weights_bits: str | int
     kv_bits: str | int
     act_bits: str | int
-    kept: tuple[tuple[str, Any], ...] = ()  #: unusual ones of OTHERS
+    kept: tuple[tuple[str, Any], ...] = ()  #: (field, value) pairs of OTHERS that differ from the defaults
 
     @staticmethod
     def of(policy: Policy) -> Option:
@@ -124,15 +124,15 @@ class Option(NamedTuple):
         return usual._replace(kept=kept)
 
     def storing(self, entries: Iterable[str]) -> Option:
-        """Return the option with native bits of the representations that no cache entry stores."""
+        """Return the option with native bits for representations that no cache entry stores."""
         stored = "".join(entries)
         return self._replace(
             kv_bits=self.kv_bits if "kv" in stored else NATIVE, act_bits=self.act_bits if "act" in stored else NATIVE
         )
 
     def policy(self, cache: dict[str, float], weights: Placement, **sizes: Any) -> Policy:
-        """Return the policy of this option with these shares, batch and mini-batch; bits of what it does not cache are
-        native."""
+        """Return the policy of this option with these shares. ``sizes``: max_batch and max_mini_batch_tokens.
+        Representations without a share get native bits."""
         stored = self.storing(entry for entry, share in cache.items() if share > 0)
         return Policy(
             "searched",
@@ -148,7 +148,7 @@ class Option(NamedTuple):
 
 
 def unusual(fields: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
-    """Return the fields that differ from a policy's usual values."""
+    """Return the (name, value) pairs that differ from a policy's defaults."""
     usual = Policy()
     return tuple((name, value) for name, value in fields if value != getattr(usual, name))
 
@@ -160,33 +160,34 @@ class SearchProblem(Problem):
     prompt_tokens: int
     max_tokens: int
     space: Space = FULL
-    weights_device: float | None = None  #: share of each layer's bytes; None: free
-    weights_disk: float | None = None  #: likewise
-    #: of ``OBJECTIVES``; or "ttft" or "tpot": the least seconds to the first token, or between two tokens
+    weights_device: float | None = None  #: share of each layer's bytes on the device; None: free
+    weights_disk: float | None = None  #: share of each layer's bytes on the disk; None: free
+    #: one of ``OBJECTIVES``, or "ttft" (time to first token) or "tpot" (time between two tokens)
     objective: str = "throughput"
-    max_ttft_s: float | None = None  #: the most seconds to the first tokens of a wave; None: no limit
-    max_tpot_s: float | None = None  #: likewise between two tokens of a request
+    max_ttft_s: float | None = None  #: most seconds to the first tokens of a wave; None: no limit
+    max_tpot_s: float | None = None  #: most seconds between two tokens of a request; None: no limit
 
     def allows(self, policy: Policy) -> bool:
-        """Return whether a policy may be chosen: in the space, with its weights where they must be."""
+        """Return whether a policy is in the space and has the fixed weight shares."""
         given = {"device": self.weights_device, "disk": self.weights_disk}
         kept = {tier: share for tier, share in given.items() if share is not None}
         return self.space.allows(policy) and _alike({tier: getattr(policy.weights, tier) for tier in kept}, kept)
 
     @cached_property
     def limits(self) -> dict[str, float]:
-        """Tier -> bytes that a policy may fill; infinity without a limit."""
+        """Return tier -> bytes that a policy may fill; infinity without a limit."""
         return self.effective_budgets.limits
 
     def candidates(self, policy: Policy, batch: np.ndarray, mini_batch_tokens=None, **shares) -> Candidates:
-        """Return a policy with each batch, for requests of this problem's lengths; ``shares`` as ``Candidates`` has
-        them."""
+        """Return a policy with each batch as candidates with this problem's lengths. ``shares``: the share fields of
+        ``Candidates``."""
         return Candidates(policy, batch, self.prompt_tokens, self.max_tokens, mini_batch_tokens, **shares)
 
     @cached_property
     def phase_limits(self) -> np.ndarray:
-        """The most seconds of work that a resource may have in a wave's prefill and in its decode, [2]; infinity: no
-        limit. An iteration of the decode may be hidden behind the prefill; the last digits are rounded."""
+        """Return the most seconds of a wave's prefill and decode, [2]; infinity without a limit. The decode's limit has
+        one iteration more than the decode, because the prefill may hide one iteration's work. Both have a tolerance of
+        1e-9."""
         decode = None if self.max_tpot_s is None or self.max_tokens == 1 else self.max_tpot_s * self.max_tokens
         return np.array([np.inf if limit is None else limit * (1 + 1e-9) for limit in (self.max_ttft_s, decode)])
 
@@ -196,25 +197,26 @@ class SearchProblem(Problem):
         return (prediction.prefill_s <= self.phase_limits[0]) & (decode_s <= self.phase_limits[1])
 
     def may_be_in_time(self, prefill_s, decode_s):
-        """Return whether policies can keep the limits, given the work of their busiest resources."""
+        """Return whether policies can keep the limits, given the seconds of their busiest resources."""
         return (prefill_s <= self.phase_limits[0]) & (decode_s <= self.phase_limits[1])
 
     @property
     def counted(self) -> tuple[float, float]:
-        """The weights of the prefill's and of the decode's seconds in the objective."""
+        """Return the weights of the prefill's and the decode's seconds in the objective."""
         if self.objective in ("decode_throughput", "tpot") and self.max_tokens > 1:
             return 0.0, 1.0
         return 1.0, float(self.objective != "ttft")
 
     def tokens(self, batch):
-        """Return the generated tokens over which the objective spreads its seconds; of one request for a latency."""
+        """Return the generated tokens by which the objective divides its seconds: those of one request for "ttft" and
+        "tpot", otherwise those of the batch."""
         prefill, decode = self.counted
         of_request = self.max_tokens - (not prefill) if decode else 1
         return of_request * (np.ones_like(batch) if self.objective in ("ttft", "tpot") else batch)
 
     @cached_property
     def tiers(self) -> tuple[str, ...]:
-        """The tiers that can hold anything: a disk that is unknown has a limit of 0."""
+        """Return the tiers that can hold data. An unknown disk has a limit of 0 bytes."""
         return TIERS if self.limits["disk"] > 0 else TIERS[:2]
 
     def has_line(self, verb: str, resource: str) -> bool:
@@ -225,8 +227,8 @@ class SearchProblem(Problem):
 
     @cached_property
     def entries(self) -> tuple[str, ...]:
-        """Cache entries that attention on the device may mix, those first that need no recomputing: a program's optimum
-        is at the first of several that are equal."""
+        """Return the cache entries that attention on the device may mix. Entries without recomputation come first: if
+        several are equally fast, a program's optimum uses the first."""
         known = [e for e in self.space.entries if all(part.tier in self.tiers for part in stored_copies(e))]
         splits = {"device", "host"} <= {*self.space.attention} and self.has_line("attend_host", "host_compute")
         if ATTENDED_ENTRY in known and not (splits and NATIVE in self.space.kv_bits):
@@ -235,12 +237,12 @@ class SearchProblem(Problem):
 
     @cached_property
     def both(self) -> tuple[str, ...]:
-        """Entries that keep two copies of a token."""
+        """Return the entries that keep two copies of a token."""
         return tuple(e for e in self.space.both if all(part.tier in self.tiers for part in stored_copies(e)))
 
     @cached_property
     def placements(self) -> tuple[tuple[float, float, float], ...]:
-        """The weights' vertices: shares of device, host and disk."""
+        """Return the vertices of the weights' placement: (device share, host share, disk share)."""
         kept, on_disk = self.weights_device, self.weights_disk
         tiers = [tier for tier in self.space.weights if tier in self.tiers]
         if on_disk is not None:
@@ -253,7 +255,7 @@ class SearchProblem(Problem):
 
     @cached_property
     def options(self) -> list[Option]:
-        """Every option. Attention on the host takes native bits only, because the host unpacks nothing."""
+        """Return all options. Attention on the host needs a cache in native bits, because the host does not unpack."""
         space = self.space
         known = set(BITS) if self.has_line("dequantize_weights", "compute") else {NATIVE}
         weights, kv, act = (
@@ -276,7 +278,7 @@ class SearchProblem(Problem):
 
 
 def batch_grid(max_batch: int) -> np.ndarray:
-    """Return every batch up to 64, then steps of a sixteenth, and ``max_batch`` itself."""
+    """Return every batch up to 64, then batches in steps of a sixteenth, and ``max_batch``."""
     batches, batch = [], 1
     while batch <= max_batch:
         batches.append(batch)
@@ -285,14 +287,14 @@ def batch_grid(max_batch: int) -> np.ndarray:
 
 
 def pairs_of(problem: SearchProblem, batches: np.ndarray, mini_batch_tokens) -> tuple[np.ndarray, np.ndarray]:
-    """Return (batch, tokens of a mini-batch) of every different cut into mini-batches."""
+    """Return (batch, mini-batch tokens), arrays [pairs], with one pair for each different cut into mini-batches."""
     pairs = np.meshgrid(batches, sorted(mini_batch_tokens), indexing="ij")
     return distinct_pairs(problem, *(values.reshape(-1) for values in pairs))
 
 
 def distinct_pairs(problem: SearchProblem, batch: np.ndarray, mini_batch_tokens) -> tuple[np.ndarray, np.ndarray]:
-    """Return, of pairs (batch, tokens of a mini-batch), the first of each different cut into mini-batches, and of long
-    prompts into chunks."""
+    """Return the pairs (batch, mini-batch tokens) without those that cut batches into the same mini-batches, and long
+    prompts into the same number of chunks, as an earlier pair."""
     batch, mini_batch_tokens = batch.astype(float), mini_batch_tokens.astype(float)
     count, _ = num_mini_batches(batch, problem.prompt_tokens, problem.max_tokens, mini_batch_tokens)
     chunks = np.ceil(problem.prompt_tokens / chunk_tokens(mini_batch_tokens))

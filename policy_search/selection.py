@@ -1,15 +1,14 @@
-"""InfiniGen's selection in the search: its gain where the user allows it, and whether ACT pays under it.
+"""Search the best policy with InfiniGen's selection, with and without ACT.
 
-A selection changes costs in kind: a KV row is fetched for each head that needs it, an ACT row serves all heads and is
-recomputed, and layers that attend to all tokens pay for all. So it is not a term of the linear program. Instead every
-mix in quarters, every twelfth of the weights and every number of mini-batches is bounded, and the best are walked.
+Under a selection, costs are not linear in the shares: a KV row is loaded for each head that needs it, an ACT row serves
+all heads and is recomputed, and some layers attend to all tokens. So the linear program does not apply. Instead, ACT
+shares in quarters, weight shares in twelfths, and all numbers of mini-batches are bounded, and the best are walked.
 """
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Placement, Policy, Selection
 from policy_search.search_problem import SearchProblem, pairs_of
@@ -17,7 +16,7 @@ from sim.array_clock import Prediction, predict
 
 ACT_SHARES = np.arange(5) / 4
 WEIGHT_SHARES = np.arange(13) / 12
-WALKED = 48  #: policies with ACT, and the same number without
+WALKED = 48  #: policies walked with ACT, and as many without
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class UnderSelection:
 
     policy: Policy
     batch: int
-    value: float  #: of the objective: tokens/s, or for latency seconds below zero; -inf: none keeps the limits
+    value: float  #: objective (``value_of``); -inf if no policy keeps the latency limits
     with_act: float | None  #: value of the best policy that keeps any ACT; None: nothing with ACT fits
     without_act: float | None  #: value of the best policy without ACT; None: nothing without ACT fits
 
@@ -36,7 +35,7 @@ class UnderSelection:
 
 
 def value_of(objective: str, prediction: Prediction) -> np.ndarray:
-    """Return the objective of predictions; larger is better."""
+    """Return the objective of predictions, [candidates]: tokens/s, or negative seconds for latency."""
     if objective == "latency":
         return -prediction.total_s
     return prediction.decode_tokens_per_s if objective == "decode_throughput" else prediction.tokens_per_s
@@ -45,7 +44,7 @@ def value_of(objective: str, prediction: Prediction) -> np.ndarray:
 def best_under_selection(
     problem: SearchProblem, selection: Selection, batches: np.ndarray, mini_batch_tokens
 ) -> UnderSelection:
-    """Return the best policy with a selection. Raise InputError when none fits, is allowed, or can be planned."""
+    """Return the best policy with a selection. Raise InputError if no policy fits, is allowed, or can be planned."""
     if problem.weights_disk or not problem.space.allows(Policy(cache={"kv@host": 1.0})):
         raise InputError("what is kept leaves no policy with the selection asked for")
     batch, tokens = pairs_of(problem, batches, mini_batch_tokens)
@@ -64,7 +63,7 @@ def best_under_selection(
         return predict(problem, candidates, walk=walk)
 
     bounded = predicted(np.arange(len(pair)), False)
-    fits = np.all([bounded.peak_bytes[tier] <= problem.limits[tier] for tier in TIERS], axis=0)
+    fits = problem.effective_budgets.hold(bounded.peak_bytes)
     if not fits.any():
         raise InputError("no policy with the selection asked for fits the machine: leave it out, or give more memory")
     may = fits & problem.may_be_in_time(bounded.prefill_s, bounded.decode_s)

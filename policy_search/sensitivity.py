@@ -1,9 +1,8 @@
-"""Sensitivity: whether a choice depends on rates of the machine that were not measured.
+"""Sensitivity: find assumed rates of the machine that decide a search's choice.
 
-A datasheet's machine reaches assumed shares of its peaks, each with a plausible range. At both ends of a range the
-choice is priced again, against the best of a search of the same kinds of policies, unless none can be fast enough. If
-another policy wins by more than TOLERANCE, bisection finds the rate from which it does. Task overheads and a host
-core's scattering are not varied.
+A datasheet's machine reaches assumed shares of its peaks, each with a plausible range. At both ends of a range, the
+choice is compared with the best policy of a new search. If the other policy is faster by more than TOLERANCE, bisection
+finds the rate from which it is. Task overheads and a host core's scattering are not varied.
 """
 
 from dataclasses import dataclass, replace
@@ -21,35 +20,35 @@ from sim.array_clock import predict
 from sim.cost import hardware_of
 from sim.datasheet import SHARES
 
-TOLERANCE = 0.03  #: share by which another policy must be faster for the choice to depend on a rate
-BISECTIONS = 5  #: of a range, each on a logarithmic scale
+TOLERANCE = 0.03  #: the choice depends on a rate if another policy is faster by more than this share
+BISECTIONS = 5  #: steps of the bisection, on a logarithmic scale
 
 
 @dataclass(frozen=True)
 class Rate:
     """A rate that is a share of a peak."""
 
-    words: str
-    peak: str  #: key of a record's notes; with flops in it, operations a second, else bytes
-    lines: tuple[str, ...]  #: of which a coefficient is one over this rate
-    low: float  #: least and largest share that is plausible
-    high: float
+    words: str  #: description of what has this rate
+    peak: str  #: key of a record's notes; in operations/s if the key contains "flops", else bytes/s
+    lines: tuple[str, ...]  #: lines with a coefficient of 1 / rate
+    low: float  #: least plausible share
+    high: float  #: largest plausible share
 
     @property
     def coefficient(self) -> str:
-        """The field of a ``Line``."""
+        """Return the field of ``Line`` that has this rate."""
         return "s_per_flop" if "flops" in self.peak else "s_per_byte"
 
     @property
     def unit(self) -> tuple[str, float]:
-        """A unit for people, and how much of the peak's it is."""
+        """Return (unit for reports, the peak's units in one such unit)."""
         return ("TFLOP/s", 1e12) if "flops" in self.peak else ("GB/s", 1e9)
 
 
-#: Share of ``sim.datasheet.SHARES`` -> the rate that it makes. Ranges: matrix products reach 0.33 of the peak on a card
-#: of 70 W (FlexGen's fit of a T4) and 0.81 on an RTX 4090 (CAPTURE's act_only rows); streaming reads 0.91 there, and
-#: decode attention 0.39 with its copies; links 0.76 to 0.88 (KVPR, CAPTURE, FlexGen). Of the host no published run is
-#: fitted: from one memory controller in three to nearly all of them, and vector units from a tenth to 0.6.
+#: Key of ``sim.datasheet.SHARES`` -> its rate. Published runs give these ranges: matrix products reach 0.33 of the peak
+#: on a T4 of 70 W (FlexGen's fit) and 0.81 on an RTX 4090 (CAPTURE's act_only rows). Streaming reads reach 0.91 there,
+#: decode attention with its copies 0.39. Links reach 0.76 to 0.88 (KVPR, CAPTURE, FlexGen). No published run shows the
+#: host's rates: assume from a third to nearly all memory controllers, and 0.1 to 0.6 of the vector units.
 RATES = {
     "gemm": Rate("matrix products", "peak_flops", ("compute", "attend", "attend_prefill"), 0.33, 0.85),
     "memory": Rate("the device's memory", "memory_bytes_per_s", ("compute", "attend_prefill"), 0.65, 0.92),
@@ -64,21 +63,22 @@ RATES = {
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A rate that decides the choice: elsewhere in its plausible range another policy is faster."""
+    """A rate that decides the choice: another policy is faster in a part of the plausible range."""
 
     rate: str  #: key of RATES
-    words: str
-    unit: str
-    value: float  #: as assumed
-    plausible: tuple[float, float]
-    from_value: float  #: where the other policy is faster by more than TOLERANCE (or the margin of a device's favour)
-    loses: float  #: at the end of the range, by how much the choice is slower than the other: 0.2 takes 20 % longer
-    other: Policy
-    batch: int
+    words: str  #: ``Rate.words``
+    unit: str  #: unit of the values below
+    value: float  #: the assumed rate
+    plausible: tuple[float, float]  #: (least, largest) plausible rate
+    from_value: float  #: from this rate on, the other policy is faster by more than TOLERANCE or the search's margin
+    loses: float  #: relative slowdown of the choice at the end of the range; 0.2: it takes 20 % longer than the other
+    other: Policy  #: the policy that is faster there
+    batch: int  #: batch of the other policy
 
 
 def assumed_rates(hardware: Hardware) -> dict[str, float]:
-    """Return the shares of peaks that are assumed for a machine: as usual, and no line fitted or given instead."""
+    """Return key of RATES -> share, for a machine's shares that are assumed: the default ones, whose lines were neither
+    fitted nor given."""
     if hardware.rates["kind"] not in ("assumed", "fitted"):
         return {}
     shares = hardware.notes.get("efficiency", {})
@@ -87,13 +87,13 @@ def assumed_rates(hardware: Hardware) -> dict[str, float]:
 
 
 def with_share(hardware: Hardware, name: str, share: float) -> Hardware:
-    """Return the machine at another share of a peak."""
+    """Return the machine with another share of the peak of rate ``name``."""
     changed = _changed(hardware, name, hardware.notes["efficiency"][name] / share)
     return replace(hardware, lines={**hardware.lines, **changed})
 
 
 def _changed(hardware: Hardware, name: str, times: float) -> dict[str, Line]:
-    """Return the lines that a peak's share makes, slower by a factor."""
+    """Return the lines that follow from the share of rate ``name``, with ``times`` as many seconds."""
     rate, lines = RATES[name], {}
     own = 1.0 / (hardware.notes[rate.peak] * hardware.notes["efficiency"][name])
     for key in rate.lines:
@@ -104,7 +104,7 @@ def _changed(hardware: Hardware, name: str, times: float) -> dict[str, Line]:
 
 
 def sensitivity_of(result: SearchResult, settings: SearchSettings) -> list[Sensitivity]:
-    """Return the assumed rates that decide a search's choice. ``settings``: those of the search."""
+    """Return the assumed rates that decide a choice, the largest slowdown first. ``settings``: the search's."""
     problem, machine = result.problem, hardware_of(result.problem)
     margin = result.margin or 0.0
     tolerance, found = max(TOLERANCE, margin), list[Sensitivity]()
@@ -113,7 +113,7 @@ def sensitivity_of(result: SearchResult, settings: SearchSettings) -> list[Sensi
         rate, worst = RATES[name], None
         for end in (rate.low, rate.high):
             there = replace(problem, hardware=with_share(machine, name, end))
-            # No policy gains more than the rate does: where that is too little, none needs to be looked for.
+            # A policy gains at most what the rate gains. If that is too little, no search is needed.
             if _seconds(there, result.policy, result.batch) <= least * min(1.0, share / end) * (1 + tolerance):
                 continue
             other = _best_of(there, result, settings, tolerance)
@@ -148,12 +148,13 @@ def sensitivity_of(result: SearchResult, settings: SearchSettings) -> list[Sensi
 
 
 def _seconds(problem: SearchProblem, policy: Policy, batch: int) -> float:
+    """Return a policy's predicted seconds per token."""
     one = np.array([float(batch)])
     return float(counted_seconds(problem, predict(problem, problem.candidates(policy, one)), one)[0])
 
 
 def _loses(problem: SearchProblem, result: SearchResult, other: EvaluatedPolicy) -> float:
-    """Return by how much the choice takes longer than another policy on the problem's machine."""
+    """Return the relative slowdown of the choice against another policy on the problem's machine."""
     own = _seconds(problem, result.policy, result.batch)
     return own / _seconds(problem, other.policy, other.batch) - 1.0
 
@@ -161,11 +162,12 @@ def _loses(problem: SearchProblem, result: SearchResult, other: EvaluatedPolicy)
 def _best_of(
     problem: SearchProblem, result: SearchResult, settings: SearchSettings, tolerance: float
 ) -> EvaluatedPolicy | None:
-    """Return the fastest policy in the choice's and the contenders' batches, in powers of two, and between those around
-    it; None where none is faster than the choice by more than a third of ``tolerance`` before that."""
+    """Return the fastest policy on the problem's machine, or None if none is clearly faster than the choice. The
+    batches are those of the choice and the contenders, powers of two, and then those between them near the best.
+    "Clearly" means by more than a third of ``tolerance``, before the last batches are tried."""
     solver = BranchAndBound(problem)
     choice = EvaluatedPolicy(result.policy, result.batch, _seconds(problem, result.policy, result.batch))
-    first = replace(choice, seconds=choice.seconds / (1 + tolerance / 3))  # so that little else need be looked at
+    first = replace(choice, seconds=choice.seconds / (1 + tolerance / 3))  # excludes most other choices
     solver.take([first])
     for known in result.contenders:
         if known.unplaced is not None:

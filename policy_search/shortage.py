@@ -1,4 +1,4 @@
-"""Why a search found nothing: which tier is too small by how much, and the smallest change that would do."""
+"""Explain why no policy fits: the tiers that are too small, their shortages, and the smallest sufficient change."""
 
 from typing import NamedTuple
 
@@ -14,20 +14,20 @@ from policy_search.search_problem import NATIVE, SearchProblem, pairs_of
 from sim.candidate_memory import peak_bytes
 from sim.cost import hardware_of
 
-MOST_TRIED = 12  #: choices whose programs are rounded to policies, of those short of the least memory
+MOST_TRIED = 12  #: choices, those with the smallest shortage, whose programs are rounded to policies
 MIB = 2**20
 
 
 class TightestPolicy(NamedTuple):
-    """The policy that goes over the fewest limits, and by the smallest factor."""
+    """The policy that exceeds the fewest limits, by the smallest factor."""
 
     policy: Policy
     peaks: dict[str, float]  #: tier -> bytes
-    lacking: tuple[str, ...]  #: tiers that are too small; none: it fits
+    lacking: tuple[str, ...]  #: tiers that are too small; empty: the policy fits
 
 
 def tightest(problem: SearchProblem, batch: int, mini_batch_tokens) -> TightestPolicy | None:
-    """Return what needs the least memory, at any speed; None if the space has no policy."""
+    """Return the policy that needs the least memory, at any speed; None if the space has no policy."""
     grid = ChoiceGrid(problem, problem.options, *pairs_of(problem, np.array([batch]), mini_batch_tokens))
     choices, best, least = np.arange(grid.num_choices), None, (len(TIERS) + 1, np.inf)
     for tiers in (*((tier,) for tier in problem.tiers), problem.tiers):
@@ -42,16 +42,17 @@ def tightest(problem: SearchProblem, batch: int, mini_batch_tokens) -> TightestP
 
 
 def _peaks(grid: ChoiceGrid, choices: np.ndarray, solution: Solution):
-    """Yield (policy, bytes of every tier) of what programs round to, with the weights that fit and with their own."""
+    """Yield (policy, tier -> bytes) for the roundings of the choices' programs. Each rounding comes with two weight
+    placements: one that fits if possible, and the program's own."""
     problem, groups = grid.problem, {}
     for choice in choices:
         for unplaced, _ in round_shares(grid, int(choice), solution.cache[choice]):
             group = unplaced.option, unplaced.entries, unplaced if unplaced.keeps_both else None
             groups.setdefault(group, []).append((unplaced, choice))
     for group in groups.values():
-        unplaced, of = ([*column] for column in zip(*group, strict=True))
+        unplaced, origins = ([*column] for column in zip(*group, strict=True))
         device, disk, _ = place_weights(problem, candidates_of(problem, unplaced))
-        weights = solution.weights[of] @ np.array(problem.placements)
+        weights = solution.weights[origins] @ np.array(problem.placements)
         less = np.floor(weights[:, 0] * WEIGHT_STEPS) / WEIGHT_STEPS
         for kept, moved in ((device, disk), (less, weights[:, 2])):
             peaks = peak_bytes(problem, candidates_of(problem, unplaced, None, kept, moved))
@@ -63,15 +64,18 @@ def shortage(problem: SearchProblem, batch: int, mini_batch_tokens, best: Tighte
     """Return why nothing fits ``batch`` requests, in one line for people. ``best``: their tightest policy."""
     requests = f"{batch} request{'s' * (batch > 1)} computed in {8 * problem.bytes_per_element} bits"
     if best is None:
-        return f"no policy fits {requests}: what may be said leaves no place for the weights or the cache"
+        return f"no policy fits {requests}: the allowed choices leave no place for the weights or the cache"
     peaks, bits, limits = best.peaks, best.policy.bits, problem.limits
     kept = "" if bits.native else f" with bits {bits.weights}/{bits.kv}/{bits.act}"
     lacking, short = [(tier,) for tier in best.lacking], _short_of_machine(problem, peaks)
     if problem.device == "cpu" and "host" in short and np.isfinite(limits["device"] + limits["host"]):
         lacking = [("device", "host")]  # parts of one memory
-    sizes = [(" and ".join(tiers), *(sum(of[tier] for tier in tiers) for of in (peaks, limits))) for tiers in lacking]
+    sizes = [
+        (" and ".join(tiers), sum(peaks[tier] for tier in tiers), sum(limits[tier] for tier in tiers))
+        for tiers in lacking
+    ]
     missing = "; ".join(
-        f"{where} memory: the least that would do{kept} is {gib(needed)}, the budget is {gib(size)} "
+        f"{where} memory: at least {gib(needed)} is needed{kept}, the budget is {gib(size)} "
         f"({gib(needed - size)} short)"
         for where, needed, size in sizes
     )
@@ -82,15 +86,15 @@ def shortage(problem: SearchProblem, batch: int, mini_batch_tokens, best: Tighte
         return f"no policy fits {requests}: {missing}. Raise {change}"
     ways = [f"lower the batch to {fewer}" if fewer else "a smaller model"]
     ways += ["fewer bits"] * (problem.space.weights_bits == (NATIVE,))
-    ways += ["a disk"] * ("disk" not in problem.tiers and "host" in short)  # it holds nothing of the device's
+    ways += ["a disk"] * ("disk" not in problem.tiers and "host" in short)  # a disk holds data of the host only
     return f"no policy fits {requests}: {missing}, more than the machine has. What may help: {', '.join(ways)}"
 
 
 def _short_of_machine(problem: SearchProblem, peaks: dict[str, float]) -> list[str]:
-    """Return the tiers in which ``peaks`` would not fit the machine's own memory, as far as that is known."""
+    """Return the tiers in which ``peaks`` exceed the machine's memory, if its size is known."""
     owned = ((tier, hardware_of(problem).own_memory(tier)) for tier in peaks)
     sizes, short = {tier: size for tier, size in owned if size is not None}, []
-    if problem.device == "cpu":  # one memory, of which each of the two tiers has a part
+    if problem.device == "cpu":  # device and host are parts of one memory
         shared = [sizes.pop(tier) for tier in ("device", "host") if tier in sizes]
         if shared and peaks["device"] + peaks["host"] > sum(shared):
             short = ["device", "host"]

@@ -1,12 +1,14 @@
-"""Every system by name: the papers' baselines and methods as policies for a given model, machine and workload.
+"""All systems by name: the papers' methods and baselines as policies for a model, a machine and a workload.
 
-``system("h2o(0.1)", setting)`` gives a policy and the machine as that system's implementation sees it. Options are
-written as in a call: ``infinigen(alpha=5, cap=0.1)``, ``flexgen(host_attention=true)``, ``kvpr_column(hiding=false)``.
-Options that every system takes say how well its code uses the machine (``sim.implementation``): cache_link,
-weights_link, conversion, gemm, and the seconds of ``ADDED`` there. What is known of a system's own code (``MEASURED``
-there) holds unless an option says otherwise: ``deepspeed(weights_link=1)`` is DeepSpeed's policy at all of the link,
-``flexgen(engine=ours)`` FlexGen's on our engine, ``kvpr_column(engine=flexgen)`` KVPR's on FlexGen's, as its authors
-ran it.
+``system("h2o(0.1)", setting)`` returns a policy and the machine with the rates that the system's code reaches. Options
+are written as in a call: ``infinigen(alpha=5, cap=0.1)``, ``flexgen(host_attention=true)``.
+
+Some options apply to every system and describe its code (``sim.implementation``): cache_link, weights_link, conversion,
+gemm, the seconds in ``ADDED``, and engine. Their defaults are what is known of the system's code (``MEASURED``):
+
+- ``deepspeed(weights_link=1)``: DeepSpeed's policy with the full rate of the link;
+- ``flexgen(engine=ours)``: FlexGen's policy on our engine;
+- ``kvpr_column(engine=flexgen)``: KVPR's policy on FlexGen's engine, as its authors ran it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Setting:
     batch: int
     prompt_tokens: int
     max_tokens: int
-    own_batch: bool = False  #: whether FlexGen's search may choose fewer requests, as on its own
+    own_batch: bool = False  #: whether FlexGen's search may choose a batch of fewer requests
 
     @property
     def workload(self) -> Workload:
@@ -55,7 +57,7 @@ class Setting:
 
     @property
     def machine(self) -> Hardware:
-        """The machine's hardware record. Raise InputError when it is not known."""
+        """Return the machine's hardware record. Raise InputError if the problem has none."""
         return hardware_of(self.problem)
 
     def on(self, hardware: Hardware) -> Setting:
@@ -63,7 +65,8 @@ class Setting:
         return replace(self, problem=replace(self.problem, hardware=hardware))
 
     def device_peak_bytes(self, policy: Policy, weights_device=None) -> np.ndarray:
-        """Return the device's bytes under a policy, [shares of the weights on the device]; None: the policy's share."""
+        """Return the device's bytes under a policy, [shares]. ``weights_device``: shares of the weights on the device
+        (None: the policy's share)."""
         weights_disk = None if weights_device is None else 0.0
         lengths = self.batch, self.prompt_tokens, self.max_tokens
         candidates = Candidates(policy, *lengths, weights_device=weights_device, weights_disk=weights_disk)
@@ -73,7 +76,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class System:
-    """A policy, and the machine as the system's implementation sees it."""
+    """A named policy, and the machine with the rates that the system's code reaches."""
 
     name: str
     policy: Policy
@@ -89,7 +92,8 @@ def _flexgen(setting: Setting, cache: str | None = None, **options) -> Policy:
 
 
 def _deepspeed(setting: Setting, bits: int | None = None, cache: str = "device") -> Policy:
-    """DeepSpeed with the most requests that its code has memory for; it cuts no batch into parts."""
+    """Return DeepSpeed's policy with the largest batch that fits. It runs a batch as one mini-batch, so its temporary
+    tensors count (``eager_bytes``)."""
     policy, budget = presets.deepspeed(bits, cache), setting.problem.effective_budgets.device
     if budget is None:
         return policy
@@ -115,7 +119,7 @@ def _searched(setting: Setting, lossless: bool = True) -> Policy:
 
 
 def _resident(setting: Setting, max_mini_batch_tokens=None, weights_device: float | None = None) -> Policy:
-    """Everything on the device that fits, in the mini-batches that are predicted to be fastest."""
+    """Return ``resident`` with the weights that fit, in the mini-batches that are predicted to be fastest."""
     if max_mini_batch_tokens is not None:
         return _placed(setting, presets.resident(max_mini_batch_tokens), weights_device)
     lengths, runs = (setting.batch, setting.prompt_tokens, setting.max_tokens), []
@@ -127,8 +131,8 @@ def _resident(setting: Setting, max_mini_batch_tokens=None, weights_device: floa
 
 
 def resident_by_speed(problem: Problem, workload: Workload) -> list[Policy]:
-    """Return ``resident`` in every size of RESIDENT_MINI_BATCH_TOKENS, the fastest by prediction first, for requests of
-    the mean lengths that are all there at once; the preset alone where nothing can be predicted."""
+    """Return ``resident`` with each size of RESIDENT_MINI_BATCH_TOKENS, the fastest prediction first. The prediction
+    runs all requests together, with the mean lengths. Without a machine to predict on, return only the preset."""
     if problem.hardware is None:
         return [presets.resident()]
     lengths = workload.num_requests, *mean_lengths(workload)
@@ -141,9 +145,12 @@ def resident_by_speed(problem: Problem, workload: Workload) -> list[Policy]:
 
 
 def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
-    """Unified memory: touched pages migrate. What fits the device migrates once. The rest is touched in a cycle over
-    all layers, which evicts the pages needed soonest: all of it migrates every iteration. 4 GB/s with evictions follow
-    from InfiniGen's Fig. 14 and 15."""
+    """Return a system with unified memory, in which pages migrate to the device when they are touched.
+
+    If everything fits the device, it migrates once. Otherwise all of it migrates in every iteration: layers are touched
+    in a cycle, which evicts the pages that are needed soonest. ``fault_gb_per_s``: rate of migration with evictions;
+    the default follows from InfiniGen's Figs. 14 and 15.
+    """
     check("uvm: fault_gb_per_s", fault_gb_per_s, 0 < fault_gb_per_s < float("inf"), "a number > 0")
     policy, hardware = presets.ideal(), replace(setting.machine, device_memory=None)
     budget = setting.problem.effective_budgets.device
@@ -157,15 +164,16 @@ def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
 
 
 def _infinigen(setting: Setting, expected: float | str | None = None, **options) -> Policy | System:
-    """InfiniGen. ``expected`` may be a file of ``flexhybrid accuracy``: the fetched share at alpha."""
+    """Return InfiniGen's policy. ``expected``: share of loaded tokens, or an accuracy.json of ``flexhybrid accuracy``
+    that has the share at ``alpha``."""
     if isinstance(expected, str):
         expected = _measured_share(Path(expected), float(options.get("alpha", 4.0)))
     return _PLAIN_INFINIGEN.make(setting, expected=expected, **options)
 
 
 def _measured_share(path: Path, alpha: float) -> float:
-    """Return the share of a context that selecting layers fetched at an alpha, interpolated between those in
-    accuracy.json. Raise InputError for a file without them, or an alpha outside their range."""
+    """Return the share of a context that selecting layers load at an alpha, interpolated in an accuracy.json. Raise
+    InputError if the file has no such shares, or if alpha is outside their range."""
     with file_errors(f"read {path}"):
         text = path.read_text(encoding="utf-8")
     try:
@@ -181,21 +189,21 @@ def _measured_share(path: Path, alpha: float) -> float:
 
 
 def _fastdecode(setting: Setting, gpus: int = 1) -> System:
-    """One of ``gpus`` GPUs that share a host's cores: attention on the host gets its part of them."""
+    """Return FastDecode's system for one of ``gpus`` GPUs that share the host's cores and memory equally."""
     hardware = on(Implementation("fastdecode", sharers=gpus), setting.machine)
     return System("fastdecode", _keep_what_fits(setting, presets.fastdecode()), hardware)
 
 
 def _placed(setting: Setting, policy: Policy, weights_device: float | None) -> Policy:
-    """Return the policy with the share ``weights_device`` of its weights on the device; None: what fits, if it keeps
-    them there."""
+    """Return the policy with a share of its weights on the device. None: the share that fits, if the policy keeps all
+    weights there."""
     if weights_device is not None:
         return replace(policy, weights=Placement(device=weights_device, host=1.0 - weights_device))
     return _keep_what_fits(setting, policy) if policy.weights.device == 1.0 else policy
 
 
 def _keep_what_fits(setting: Setting, policy: Policy) -> Policy:
-    """Return the policy with the most twelfths of each layer's weights on the device that fit."""
+    """Return the policy with as many twelfths of each layer's weights on the device as fit."""
     budget = setting.problem.effective_budgets.device
     if budget is None:
         return policy
@@ -206,32 +214,33 @@ def _keep_what_fits(setting: Setting, policy: Policy) -> Policy:
 
 
 def _kvpr(setting: Setting, policy: Policy, weights_device: float | None) -> Policy:
-    """KVPR, or the same with keys and values alone where recomputing is not predicted to pay.
+    """Return KVPR's policy, or the same policy with only keys and values if that is predicted to be faster.
 
-    KVPR's rules look at one layer and know neither what storing the layer inputs costs nor the memory that they take.
-    Its claim, never slower than the baseline that loads all keys and values (section 3.3), is kept by the choice here.
+    KVPR's rules look at one layer and ignore the time and memory of storing layer inputs. The choice here keeps KVPR's
+    claim that it is never slower than loading all keys and values (section 3.3).
     """
     policy, plain = (_placed(setting, choice, weights_device) for choice in (policy, without_recomputing(policy)))
     lengths, runs = (setting.batch, setting.prompt_tokens, setting.max_tokens), []
     for choice in (plain, policy):
         with suppress(InputError):  # not even one request fits
             run = simulate(setting.problem, choice, *lengths)
-            if choice is plain or any(last for _, last in run.recomputed_tokens.values()):  # else ACT is never read
+            # KVPR counts only if its last decode step recomputes tokens: otherwise the layer inputs are never read.
+            if choice is plain or any(last for _, last in run.recomputed_tokens.values()):
                 runs.append(run)
     return min(runs, key=lambda run: run.total_s).policy if runs else policy
 
 
 def without_recomputing(policy: Policy) -> Policy:
-    """Return the policy with keys and values alone if it keeps both copies."""
+    """Return a policy of both(…) entries with only their keys and values."""
     copies = (copy for entry in policy.cache for copy in stored_copies(entry))
     return replace(policy, cache={f"kv@{copy.tier}": 1.0 for copy in copies if copy.representation == "kv"})
 
 
 class Kind(NamedTuple):
-    """The check of an option's value: in words, and as a test of the parsed value."""
+    """A kind of option values."""
 
-    wanted: str
-    accepts: Callable[[object], bool]
+    wanted: str  #: description for the error message
+    accepts: Callable[[object], bool]  #: whether a parsed value is of this kind
 
 
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
@@ -251,26 +260,27 @@ OVERLAP = Kind(f"one of {', '.join(get_args(Overlap))}", lambda value: value in 
 
 @dataclass(frozen=True)
 class Entry:
-    """How a system is made, and the options that its call takes, in the order in which a call may give them."""
+    """How a system is made from its name and options."""
 
-    make: Callable[..., Policy | System]  #: (setting, **options)
-    options: dict[str, Kind] = field(default_factory=dict)
+    make: Callable[..., Policy | System]  #: called as make(setting, **options)
+    options: dict[str, Kind] = field(default_factory=dict)  #: in the order of positional arguments of a call
     required: str | None = None  #: the option that has no default
-    reads_lines: bool = False  #: whether its own placement is found on the lines of a machine
-    #: how ``papers.at_best`` finds its best batch: all batches of its one policy "together"; "one by one", each with a
-    #: policy of its own; or by the system "itself"
+    reads_lines: bool = False  #: whether the system's placement depends on the lines of a machine
+    #: how ``papers.at_best`` finds the best batch: "together" if one policy serves all batches, "one by one" if each
+    #: batch has a policy of its own, "itself" if the system chooses
     batches: Literal["together", "one by one", "itself"] = "together"
-    only_simulated: str | None = None  #: why it has no policy on a real machine
+    only_simulated: str | None = None  #: why the executor cannot run it; None: it can
 
 
 def _preset(
     function: Callable[..., Policy], options: dict[str, Kind], required: str | None = None, place=None
 ) -> Entry:
-    """The entry of a preset. Its option ``weights_device`` is the resident share of the weights, ``weights_disk`` that
-    on the disk, ``overlap`` what copies and computing do at a time, where the paper's own code does not overlap all.
+    """Return the entry of a preset.
 
-    A system that keeps its weights on the device keeps, where they do not all fit, as many twelfths of each layer as
-    do: a matrix of attention is a twelfth of an OPT layer, and FlexGen places whole matrices. ``place``: ``_kvpr``.
+    Besides ``options``, it takes ``weights_device`` (resident share of the weights) and ``overlap`` (what copies and
+    computing do at a time). A preset with resident weights keeps as many twelfths of each layer as fit: an attention
+    matrix is a twelfth of an OPT layer, and FlexGen places whole matrices. ``place``: function that places the weights
+    (default: ``_placed``).
     """
 
     def make(setting: Setting, weights_device: float | None = None, overlap: Overlap | None = None, **given) -> Policy:
@@ -292,7 +302,7 @@ _CAPTURE = {"ratio": FLAG, "packing": PACKING, "device_act": FLAG, "balance": WO
 _PLAIN_INFINIGEN = _preset(presets.infinigen, _INFINIGEN)
 _PAGES_FAULT = "its pages move when the hardware faults, not when a plan says so"
 
-#: A new system is a function that returns a policy (``sim.presets``), and its line here.
+#: A new system needs a function that returns a policy (``sim.presets``) and a line here.
 SYSTEMS: dict[str, Entry] = {
     "kv_only": _preset(presets.kv_only, _SIZES),
     "act_only": _preset(presets.act_only, _SIZES),
@@ -323,15 +333,15 @@ SYSTEMS: dict[str, Entry] = {
     "searched": Entry(_searched, {"lossless": FLAG}, reads_lines=True, batches="one by one"),
 }
 
-#: Options of every system: ``sim.implementation``.
+#: Options of every system, which describe its code (``sim.implementation``).
 _QUALITIES = dict.fromkeys(("cache_link", "conversion", "gemm", "weights_link", *ADDED), NUMBER) | {"engine": ENGINE}
 _CALL = re.compile(r"\s*([a-z0-9_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
 def parse(text: str, known: Iterable[str] | None = None, other: str = "") -> tuple[str, dict]:
     """Return (name, options) of a system written as a call. Raise InputError for an unknown name or option, a value of
-    the wrong kind, and a required option that is missing. The error of an unknown name lists ``known`` (all systems),
-    and ``other``, what would be accepted besides."""
+    the wrong kind, or a missing required option. The error of an unknown name lists ``known`` (default: all systems)
+    and ``other``, a text for what else is accepted."""
     match = _CALL.fullmatch(text) if isinstance(text, str) else None
     name = match[1] if match else text
     if match is None and isinstance(text, str) and text.partition("(")[0].strip() in SYSTEMS:
@@ -365,16 +375,14 @@ def _value(text: str) -> bool | int | float | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for read in (int, float):
-        try:
+        with suppress(ValueError):
             return read(text)
-        except ValueError:
-            pass
     return text
 
 
 def system(text: str, setting: Setting, on_ours: bool = False) -> System:
-    """Return a system for a setting; ``on_ours``: its policy for our engine. Raise InputError for an unknown name,
-    option or value, or if the system's own placement finds nothing that fits."""
+    """Return a system for a setting. ``on_ours``: place for our engine, not for the system's own code. Raise InputError
+    for an unknown name, option or value, or if the system's own placement finds nothing that fits."""
     name, options = parse(text)
     quality = {key: options.pop(key) for key in _QUALITIES if key in options}
     plain, neutral = setting.machine, Implementation(name)
@@ -384,7 +392,7 @@ def system(text: str, setting: Setting, on_ours: bool = False) -> System:
             f"system {text!r}: {plain.name} has the rates of {other}'s code; for ours name another, like t4"
         )
     if "gemm" in quality:
-        quality["gemm_of_peak"] = 1.0  # in place of what is known
+        quality["gemm_of_peak"] = 1.0  # the option replaces the known limit
     code = neutral if on_ours else replace(known_code(engine, plain), **quality)
     if code != neutral:
         setting = setting.on(on(code, plain))
@@ -407,21 +415,21 @@ def system(text: str, setting: Setting, on_ours: bool = False) -> System:
 
 
 def run_system(text: str, setting: Setting, clock: str = "closed") -> SimulatedRun:
-    """Simulate a system by name."""
+    """Simulate a system by its name, written as a call."""
     made = system(text, setting)
     problem = replace(setting.problem, hardware=made.hardware)
     return simulate(problem, made.policy, setting.batch, setting.prompt_tokens, setting.max_tokens, clock=clock)
 
 
-# ---- what the executor runs of them
+# ---- systems on the executor
 
-#: The machine where only bytes matter: any seconds do.
+#: A machine for policies that depend only on bytes; its seconds mean nothing.
 _NOWHERE = Hardware("nowhere", "cpu", {resource: Line(overhead_s=1.0) for resource in RESOURCES})
 
 
 def check_run(text: str, also: Iterable[str] = ()) -> None:
-    """Raise InputError for a system or option that the executor cannot run, with the reason; for an unknown name, with
-    the known ones and ``also``."""
+    """Raise InputError for a system or option that the executor cannot run, or for an unknown name. ``also``: further
+    names that the error lists."""
     runs = (name for name, entry in SYSTEMS.items() if not entry.only_simulated)
     name, options = parse(text, [*also, *runs], other="a policy file (.json)")
     if reason := SYSTEMS[name].only_simulated:
@@ -436,39 +444,36 @@ def check_run(text: str, also: Iterable[str] = ()) -> None:
 
 
 def needs_lines(text: str) -> bool:
-    """Return whether a system's own placement is found on the lines of a machine."""
+    """Return whether a system's placement depends on the lines of a machine."""
     return SYSTEMS[parse(text)[0]].reads_lines
 
 
 def dropped(text: str, attention: str) -> str:
-    """Return in words that a system's own search has dropped the host attention that its call allows; "" otherwise."""
-    with suppress(InputError):  # no system's name
+    """Return a message if a system's call allows attention on the host but its search chose ``attention`` on the
+    device; otherwise an empty text."""
+    with suppress(InputError):  # the text may name a policy file
         if attention == "device" and parse(text)[1].get("host_attention"):
             return "host_attention is not used: by FlexGen's cost model attention on the device is faster"
     return ""
 
 
 def policy_anywhere(text: str, shape: ModelShape) -> Policy | None:
-    """Return the policy of a system that depends neither on the machine nor on the requests; None for another system.
-
-    Raise InputError as ``check_run`` does.
-    """
+    """Return a system's policy if it is the same for all machines and requests, else None. Raise InputError as
+    ``check_run`` does."""
     check_run(text)
     name, options = parse(text)
     if needs_lines(text):
         return None
     if name == "resident" and not options:
-        return presets.resident()  # how large its mini-batches had best be is a machine's
+        return presets.resident()  # only the best size of its mini-batches depends on the machine
     policy = _named_policy(text, Setting(Problem(shape=shape, hardware=_NOWHERE), 1, 1, 1))
     fixed = policy.weights.device < 1 or "weights_device" in options or name in ("resident", "ideal")
     return policy if fixed else None
 
 
 def policy_here(text: str, problem: Problem, workload: Workload) -> Policy:
-    """Return the policy of a system for a machine's effective budgets and the longest of these requests.
-
-    Raise InputError as ``check_run`` does, if nothing fits, and for a system whose placement needs an unknown machine.
-    """
+    """Return a system's policy for a problem's effective budgets and the longest of these requests. Raise InputError as
+    ``check_run`` does, if nothing fits, or if the placement needs a machine and the problem has none."""
     if (policy := policy_anywhere(text, problem.shape)) is not None:
         return policy
     if problem.hardware is None:
@@ -480,5 +485,5 @@ def policy_here(text: str, problem: Problem, workload: Workload) -> Policy:
 
 
 def _named_policy(text: str, setting: Setting) -> Policy:
-    """Return the policy of a system, named as it was asked for."""
+    """Return the policy of a system, with ``text`` as its name."""
     return replace(system(text, setting, on_ours=True).policy, name=text.strip())

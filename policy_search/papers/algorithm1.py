@@ -1,8 +1,8 @@
-"""CAPTURE's Algorithm 1: numbers of ACT and KV blocks that balance link and GPU time (eq. 2 to 4).
+"""CAPTURE's Algorithm 1: the numbers of ACT and KV blocks that balance link time and GPU time (eq. 2 to 4).
 
-Times are of one layer and one iteration, all blocks together. The paper's balance (eq. 2 and 3) charges the link with
-weights and KV, compute with KV-Gen alone. The full balance adds what a real pipeline does: the link also loads the
-host's ACT blocks, and compute also does the forward pass.
+Times are those of all blocks in one layer and one iteration. In the "paper" balance (eq. 2 and 3), the link loads
+weights and KV, and the GPU computes KV-Gen. The "full" balance adds the loads of the host's ACT blocks and the forward
+pass.
 """
 
 import math
@@ -21,7 +21,7 @@ BALANCES = ("paper", "full")
 
 @dataclass(frozen=True)
 class Linear:
-    """seconds of n blocks = fixed_s + n·per_block_s, and nothing for no blocks."""
+    """Seconds of n blocks: fixed_s + n · per_block_s, and 0 if n is 0."""
 
     per_block_s: float
     fixed_s: float = 0.0
@@ -32,21 +32,21 @@ class Linear:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Algorithm 1's view of a machine and a model: the fitted lines of one layer."""
+    """Times of one layer as Algorithm 1 uses them."""
 
-    load_w_s: float  #: T_load_w: the streamed weights of a layer
+    load_w_s: float  #: T_load_w: loading the streamed weights of a layer
     kv_gen: Linear  #: T_kv_gen(#ACT)
     load_kv: Linear  #: T_load_kv(#KV)
-    load_act: Linear  #: of host ACT blocks; the paper charges nothing for it
-    forward_s: float = 0.0  #: project, assemble, attend, finish of the batch; the paper leaves it out
+    load_act: Linear  #: loading ACT blocks of the host, only in the full balance
+    forward_s: float = 0.0  #: project, assemble, attend and finish of the batch, only in the full balance
 
     def link_s(self, balance: str, act_blocks: float, kv_blocks: float) -> float:
-        """T_PCIe (eq. 2) with this many blocks on the host."""
+        """Return T_PCIe (eq. 2) for these numbers of blocks on the host."""
         seconds = self.load_w_s + self.load_kv.seconds(kv_blocks)
         return seconds + self.load_act.seconds(act_blocks) if balance == "full" else seconds
 
     def compute_s(self, balance: str, act_blocks: float, act_gpu_blocks: float = 0.0) -> float:
-        """T_Computation (eq. 3)."""
+        """Return T_Computation (eq. 3) for these numbers of ACT blocks on host and GPU."""
         seconds = self.kv_gen.seconds(act_blocks + act_gpu_blocks)
         return seconds + self.forward_s if balance == "full" else seconds
 
@@ -54,8 +54,8 @@ class LayerTimes:
 def layer_times(
     problem: Problem, batch: int = 0, context_tokens: int = 0, num_mini_batches: int = 1, weights_device: float = 0.0
 ) -> LayerTimes:
-    """Return the lines of one layer. Each mini-batch pays each verb's overhead once. Without a batch there is no
-    forward pass."""
+    """Return the times of one layer. Each mini-batch pays the overhead of each verb once. Batch 0: without the forward
+    pass."""
     shape, width, hardware = problem.shape, problem.bytes_per_element, hardware_of(problem)
 
     def seconds(verb: str, resource: str, amount: work.Work) -> float:
@@ -97,12 +97,12 @@ class Allocation:
 
     act_blocks: int
     kv_blocks: int
-    link_s: float  #: per layer, at these blocks, under the balance asked for
-    compute_s: float
+    link_s: float  #: T_PCIe of a layer with these blocks
+    compute_s: float  #: T_Computation of a layer with these blocks
 
     @property
     def act_share(self) -> float:
-        """ACT share of the host's tokens."""
+        """Return the ACT share of the host's tokens."""
         total = self.act_blocks + self.kv_blocks
         return self.act_blocks / total if total else 0.0
 
@@ -116,15 +116,14 @@ def allocate(
     balance: str = "paper",
     act_gpu_blocks: int = 0,
 ) -> Allocation:
-    """Run Algorithm 1 over a host memory: every byte that the weights leave becomes an ACT or a KV block.
+    """Run Algorithm 1 for a host memory: ACT and KV blocks fill all bytes that the weights leave.
 
-    Block sizes are of all layers together, as S_weight is. The paper first fills the idle time (lines 11-18), then
+    Block sizes, like the weights' bytes, are for all layers. The paper first fills the idle time (lines 11-18), then
     splits the remaining bytes so that S_ACT·a + S_KV·k = M_remaining (line 24) and T_kv_gen(a) = T_load_kv(k) (line
-    25). Since both steps keep T_PCIe = T_Computation, the sum of the two is the one allocation that fills the memory
-    and balances it, and that is what is solved here, overheads counted once. Where even ACT or KV alone does not
-    balance, the memory is filled with what comes nearest: the paper does not say. Block counts are rounded to the
-    integer with the smaller |T_PCIe − T_Computation| (eq. 4). Raise InputError when the weights do not fit or the
-    balance is unknown.
+    25). Both steps keep T_PCIe = T_Computation. So their sum is the one allocation that fills the memory and balances
+    the times. It is solved here directly, with overheads counted once. The paper does not say what happens if no mix
+    balances; the nearest one is taken here. Block counts are rounded to the integer with the smaller
+    |T_PCIe − T_Computation| (eq. 4). Raise InputError if the weights do not fit or the balance is unknown.
     """
     check_balance(balance)
     room = host_bytes - weight_bytes
@@ -138,18 +137,16 @@ def allocate(
         link_s = times.link_s(balance, act_blocks, kv_besides(act_blocks))
         return times.compute_s(balance, act_blocks, act_gpu_blocks) - link_s
 
-    act = _nearest_root(gap, int(room // act_block_bytes), steps=4)  # memory may hold no whole further KV block
+    # KV blocks are whole, so the gap has small steps: one ACT block less may leave no room for a KV block.
+    act = _nearest_root(gap, int(room // act_block_bytes), steps=4)
     return _allocation(times, balance, act_gpu_blocks, act, kv_besides(act))
 
 
-def share_for_batch(
-    times: LayerTimes, total_blocks: int, balance: str = "paper", act_gpu_blocks: int = 0
-) -> Allocation:
-    """Run Algorithm 1 over the ``total_blocks`` of a batch's context instead of over a memory.
+def share_for_batch(times: LayerTimes, total_blocks: int, balance: str, act_gpu_blocks: int = 0) -> Allocation:
+    """Run Algorithm 1 for the ``total_blocks`` of a batch's context, if the memory has room for more.
 
-    This ratio matters if the memory holds more than the batch. ``times`` should be the batch's. In the full balance
-    both sides can move in one direction; then the end with the shorter layer, max(T_PCIe, T_Computation), is taken. The
-    result's ``act_share`` is 0..1 of tokens.
+    ``times``: those of this batch. In the full balance, ACT blocks may slow both link and compute; then an end of the
+    range is taken if its layer, max(T_PCIe, T_Computation), is faster.
     """
     check_balance(balance)
 
@@ -172,14 +169,14 @@ def _allocation(times: LayerTimes, balance: str, act_gpu_blocks: int, act: int, 
 
 
 def check_balance(balance: str) -> None:
-    """Raise InputError for a balance that is not one of BALANCES."""
+    """Raise InputError if the balance is not one of BALANCES."""
     if balance not in BALANCES:
         raise InputError(f"unknown balance {balance!r}; known: {', '.join(BALANCES)}")
 
 
 def _nearest_root(gap: Callable[[int], float], most: int, steps: int = 0) -> int:
-    """Return the integer in [0, most] with the least |gap|, which is linear except at the ends and for steps up to
-    ``steps``."""
+    """Return the integer in [0, most] with the least |gap(integer)|. The gap must be monotonic except at the ends and
+    within ``steps`` integers."""
     low, high = min(1, most), max(0, most - 1)
     candidates, below = {0, low, high, most}, gap(low)
     if below * gap(high) < 0:
@@ -192,16 +189,13 @@ def _nearest_root(gap: Callable[[int], float], most: int, steps: int = 0) -> int
 
 
 def host_blocks(batch: int, context_tokens: int) -> int:
-    """Return the blocks of a batch's context."""
+    """Return the number of blocks in a batch's context."""
     return batch * math.ceil(context_tokens / BLOCK_TOKENS)
 
 
-def host_allocation(problem: Problem, balance: str = "paper", act_gpu_blocks: int = 0) -> Allocation:
-    """Run Algorithm 1 over a machine's whole host memory, all weights streamed, as the paper does once at the start.
-
-    Overheads are paid once, and there is no forward pass. Raise InputError when the host memory is not known or the
-    weights do not fit.
-    """
+def host_allocation(problem: Problem, act_gpu_blocks: int = 0) -> Allocation:
+    """Run Algorithm 1 for a machine's whole host memory with all weights streamed, as the paper does at the start.
+    There is no forward pass. Raise InputError if the host memory is unknown or the weights do not fit."""
     shape, width, host_memory = problem.shape, problem.bytes_per_element, problem.effective_budgets.host
     if host_memory is None:
         raise InputError(f"hardware {hardware_of(problem).name} has no host memory on record: give host_memory")
@@ -214,6 +208,5 @@ def host_allocation(problem: Problem, balance: str = "paper", act_gpu_blocks: in
         ),
         act_block_bytes=block_tokens * shape.act_token_bytes(width),
         kv_block_bytes=block_tokens * shape.kv_token_bytes(width),
-        balance=balance,
         act_gpu_blocks=act_gpu_blocks,
     )

@@ -1,7 +1,7 @@
-"""A system in the batch, and with the settings of its own, with which it is predicted to be fastest.
+"""Find the batch and the options with which a system is predicted to be fastest.
 
-FlexGen chooses by its own cost model, CAPTURE by its Algorithm 1 for each batch that is tried; of the other systems the
-options that their calls take are tried, all batches at once.
+FlexGen chooses by its own cost model. CAPTURE chooses by its Algorithm 1 for each batch that is tried. For the other
+systems, the options of their calls are tried with all batches at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,6 @@ from itertools import product
 
 import numpy as np
 
-from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
@@ -22,23 +21,22 @@ from sim.array_clock import predict
 from sim.candidates import Candidates
 from sim.simulate import SimulatedRun, simulate
 
-#: Options of systems -> values tried if a call does not name one, in addition to mini-batch sizes and the weights'
-#: device share. A split is tried by both rules.
+#: System -> option -> values that are tried if a call does not set the option. Mini-batch sizes and the weights' device
+#: share are also tried.
 TRIED = {
     "token_recompute": {"ratio": (0.1, 0.2, 0.4)},
     "kvpr_row": {"split": ("paper", "pipeline")},
     "kvpr_column": {"split": ("paper", "pipeline")},
 }
 WEIGHT_SHARES = np.arange(13) / 12  #: a matrix of attention is a twelfth of an OPT layer
-WALKED = 16, 8  #: choices of a system to walk, by bound: of all, and around the best
+WALKED = 16, 8  #: most choices that are walked, by their bound: among all, and then around the best
 
 
 def at_best(text: str, setting: Setting, free: bool, bits: Bits | None = None) -> tuple[System, SimulatedRun]:
-    """Return a system and its run with the batch and the settings that suit it best.
+    """Return a system and its run with the fastest batch and options.
 
-    ``setting.batch``: with ``free`` the most requests that it may take, else the requests to answer, which it takes in
-    waves of its own. ``bits``: in place of the system's own, where its batches are tried together. Raise InputError
-    where nothing fits.
+    ``free``: the run has the system's batch, at most ``setting.batch``; otherwise it answers ``setting.batch`` requests
+    in waves. ``bits``: replaces the system's bits if its batches are tried together. Raise InputError if nothing fits.
     """
     name, options = (text, {}) if text in TRIED else parse(text)
     if SYSTEMS[name].batches == "itself":
@@ -48,24 +46,25 @@ def at_best(text: str, setting: Setting, free: bool, bits: Bits | None = None) -
     call, best, plain = text, None, None
     tried = {option: values for option, values in TRIED.get(name, {}).items() if option not in options}
     for values in product(*tried.values()):
-        call = _call(name, options | dict(zip(tried, values, strict=True)))
-        with suppress(InputError):  # nothing of it fits
+        chosen = options | dict(zip(tried, values, strict=True))
+        call = f"{name}({', '.join(f'{key}={str(value).lower()}' for key, value in chosen.items())})"
+        with suppress(InputError):  # no batch fits with these options
             made = system(call, replace(setting, batch=1))
             made = made if bits is None else replace(made, policy=replace(made.policy, bits=bits))
             best = _best_setting(call, made, setting, free, best)
-            if made.policy.share("both") and not plain:  # KVPR takes the faster of recomputing and loading all
+            if made.policy.share("both") and not plain:  # KVPR's claim: never slower than loading everything
                 plain = replace(made, policy=without_recomputing(made.policy))
                 best = _best_setting(call, plain, setting, free, best)
     if best is None:
-        return _run(system(call, replace(setting, batch=1)), setting, free)  # raises, with what one request needs
+        return _run(system(call, replace(setting, batch=1)), setting, free)  # raises an error with the needed memory
     return _run(replace(best[1], name=text), setting, free)
 
 
 def best_batch(make: Callable[[Setting], System], setting: Setting, free: bool = True) -> tuple[System, SimulatedRun]:
-    """Return what ``make`` makes of a setting, and its run, with the batch that suits it best: powers of four first,
-    then halves, quarters and eighths of the best around it. The rest as ``at_best``."""
-    tried: dict[int, float] = {}
-    waves: set[int] = set()  #: of batches that do not fit at once
+    """Return the system that ``make`` returns for the fastest batch, and its run; ``free`` as in ``at_best``. Powers of
+    four are tried first, then batches around the best, at distances of a half, a quarter and an eighth."""
+    tried: dict[int, float] = {}  # batch -> tokens/s; -1 if it does not fit at once
+    waves: set[int] = set()  # wave sizes of batches that do not fit at once
 
     def rate(batch: int) -> float:
         if batch not in tried:
@@ -91,21 +90,16 @@ def best_batch(make: Callable[[Setting], System], setting: Setting, free: bool =
 
 
 def _run(made: System, setting: Setting, free: bool) -> tuple[System, SimulatedRun]:
-    """Simulate a system on its own batch, or on all of the requests in waves of it."""
+    """Return a system and its run: with ``free`` of its own batch, otherwise of all requests in waves."""
     problem = replace(setting.problem, hardware=made.hardware)
     batch = min(made.policy.max_batch or setting.batch, setting.batch) if free else setting.batch
     return made, simulate(problem, made.policy, batch, setting.prompt_tokens, setting.max_tokens)
 
 
-def _call(name: str, options: dict) -> str:
-    values = (f"{key}={str(value).lower()}" for key, value in options.items())
-    return f"{name}({', '.join(values)})"
-
-
 def _best_setting(
     call: str, made: System, setting: Setting, free: bool, known: tuple[float, System] | None
 ) -> tuple[float, System] | None:
-    """Return (tokens/s, the system) of a call with the best batch, mini-batches and device weights; ``known`` if
+    """Return (tokens/s, system) of a call with the best batch, mini-batches and device weights, or ``known`` if that is
     faster. Raise InputError if nothing fits."""
     name, options = parse(call)
     accepted = SYSTEMS[name].options
@@ -134,7 +128,7 @@ def _best_setting(
 
 
 def _coarse(most: int) -> Iterator[int]:
-    """Yield batches in steps of about a third, and the most."""
+    """Yield batches from 1 to ``most``, in steps of about a third."""
     batch = 1
     while batch < most:
         yield batch
@@ -143,17 +137,17 @@ def _coarse(most: int) -> Iterator[int]:
 
 
 def _waves(requests: int) -> list[int]:
-    """Return the sizes of waves of nearly one size into which requests can be cut, in halves of halves."""
+    """Return the wave sizes for cutting requests into 1, 2, 4, 8, … waves of nearly equal size."""
     return list(dict.fromkeys(-(-requests // (1 << power)) for power in range(requests.bit_length() + 1)))
 
 
 def _fastest(
     problem: Problem, policy: Policy, setting: Setting, axes: list[np.ndarray], walked: int, known: float
 ) -> tuple[float, float, float, float] | None:
-    """Return (tokens/s, batch, mini-batch tokens, device share of weights) of the fastest choice; None if ``known``
-    ones are faster.
+    """Return (tokens/s, batch, mini-batch tokens, device share of weights) of the fastest choice.
 
-    ``axes``: the three, arrays [choices]. Raise InputError if none fits.
+    ``axes``: arrays [choices] of the last three. ``known``: tokens/s to exceed; return None if no choice does. Raise
+    InputError if no choice fits.
     """
 
     def predicted(members: np.ndarray, walk: bool):
@@ -163,16 +157,16 @@ def _fastest(
         return predict(problem, Candidates(policy, *lengths, tokens.astype(float), **shares), walk=walk)
 
     bounded = predicted(np.arange(len(axes[0])), False)
-    limits = problem.effective_budgets.limits
-    fits = np.all([bounded.peak_bytes[tier] <= limits[tier] for tier in TIERS], axis=0)
+    fits = problem.effective_budgets.hold(bounded.peak_bytes)
     if not fits.any():
         raise InputError(f"{policy.name}: no batch fits")
     members = np.flatnonzero(fits)
     members = members[np.argsort(-bounded.tokens_per_s[members], kind="stable")][:walked]
-    most = bounded.tokens_per_s * bounded.total_s / bounded.least_s  # tokens/s that waiting can only lessen
+    most = bounded.tokens_per_s * bounded.total_s / bounded.least_s  # upper bound of tokens/s
     best, rate = -1, known
     while len(members := members[most[members] > rate]):
-        alike = bounded.num_mini_batches[members] == bounded.num_mini_batches[members[0]]  # one template run, mostly
+        # Choices with equally many mini-batches mostly share a template run.
+        alike = bounded.num_mini_batches[members] == bounded.num_mini_batches[members[0]]
         rates = predicted(members[alike], True).tokens_per_s
         if rates.max() > rate:
             best, rate = int(members[alike][rates.argmax()]), float(rates.max())

@@ -1,4 +1,4 @@
-"""CAPTURE as a policy (Sec. IV): Algorithm 1's ratio, ACT on the device, balanced packing. Each can be left out."""
+"""CAPTURE as a policy (Sec. IV): Algorithm 1's ratio, ACT on the device and balanced packing, each optional."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -24,18 +24,17 @@ _PACKINGS: dict[bool | str, str] = {True: "balanced", False: "fifo", "balance": 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions:
-    """What of CAPTURE is used, and how large its batches are.
+    """Parts of CAPTURE that are used, and its batch sizes.
 
-    - ``balance``, ``ratio``: the host's blocks by Algorithm 1 under this balance, for this batch's blocks instead of
-      for a full memory; where the host has no room for that many KV blocks, ACT blocks take their place. Without
-      ``ratio`` the static split of the paper's Table III: equal bytes of ACT and KV (that ACT is "filled first" we
-      leave out: a host with room to spare would hold no KV at all). Each request keeps the pools' ratio (eq. 5).
-    - ``packing``: mini-batches of like length in even parts, which serve better than those of eq. 6 and 7
-      (``core/context/packing.py``); "balance": those; without it in order of arrival. They have up to
-      ``max_mini_batch_tokens`` padded tokens.
-    - ``device_act``: ACT blocks fill what GPU memory is left ("exclusively allocated for Activation cache blocks"), up
-      to the number that Algorithm 1 wants in all. HybridServe adds that a small batch may keep KV there instead, but
-      gives no rule.
+    - ``ratio``: Algorithm 1 chooses the host's ACT and KV blocks under ``balance``, for the blocks of this batch, not
+      of a full memory. If the host has no room for the KV blocks, ACT blocks replace some. False: the static split of
+      the paper's Table III, equal bytes of ACT and KV. Its rule that ACT is "filled first" is not used: a host with
+      free memory would then hold no KV. Each request keeps the pools' ratio (eq. 5).
+    - ``packing``: True: balanced mini-batches of requests of similar length, faster than those of eq. 6 and 7
+      (``core/context/packing.py``); "balance": those of eq. 6 and 7; False: requests in order of arrival. A mini-batch
+      has up to ``max_mini_batch_tokens`` padded tokens.
+    - ``device_act``: ACT blocks fill the rest of GPU memory ("exclusively allocated for Activation cache blocks"), up
+      to Algorithm 1's total. HybridServe adds that a small batch may keep KV there, but gives no rule.
     - ``weights_device``: share of each layer's weights that stays on the device. The paper only says that weights are
       prefetched from the host, and gives the GPU's other memory to ACT.
     """
@@ -44,7 +43,7 @@ class CaptureOptions:
     ratio: bool = True
     packing: bool | str = True
     device_act: bool = True
-    batch: int | None = None  #: None: all requests of the workload
+    batch: int | None = None  #: number of requests; None: all requests of the workload
     max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS
     weights_device: float = 0.0
 
@@ -55,7 +54,7 @@ class CaptureOptions:
 
     @property
     def name(self) -> str:
-        """Return the system as a call, with the parts left out."""
+        """Return the system's name as a call with the options that differ from their defaults."""
         own = [field for field in fields(self)[:4] if getattr(self, field.name) != field.default]
         changes = ",".join(f"{field.name}={getattr(self, field.name)}".lower() for field in own)
         return f"capture({changes})" if changes else "capture"
@@ -73,13 +72,14 @@ class _Batch:
 
     @property
     def memories(self) -> dict[str, float]:
-        """Tier -> bytes, of the memories that are limited."""
+        """Return tier -> bytes of device and host, without tiers that have no limit."""
         limits = self.problem.effective_budgets.limits
         return {tier: limits[tier] for tier in ("device", "host") if limits[tier] < math.inf}
 
     def host_shares(self, device_shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ACT share of the host's tokens, whether Algorithm 1 wants that much ACT on the device) for each share
-        of all tokens that is ACT on the device, by the lines at the middle of the decode."""
+        """Return (ACT share of the host's tokens, whether Algorithm 1 wants this much ACT on the device), both for each
+        of ``device_shares``, the share of all tokens that is ACT on the device. Costs are those of the middle of the
+        decode."""
         options, problem = self.options, self.problem
         if not options.ratio:
             count = len(device_shares)
@@ -97,7 +97,7 @@ class _Batch:
         return np.array(shares), np.array(wanted)
 
     def excess(self, policy: Policy, device_shares, host_shares) -> dict[str, np.ndarray]:
-        """Return the bytes beyond each bounded memory, tier -> [host_shares.shape]."""
+        """Return tier -> bytes beyond its limit (negative: free), in the shape of ``host_shares``."""
         problem, cache = self.problem, _cache(device_shares, host_shares)
         candidates = Candidates(policy, self.size, self.prompt_tokens, self.max_tokens, cache=cache)
         peak = peak_bytes(problem, candidates)
@@ -105,19 +105,19 @@ class _Batch:
 
 
 def _cache(device_shares, host_shares) -> dict[str, np.ndarray]:
-    """Return entry -> shares of all tokens; ACT on the device is a share of all, ACT on the host of the host's."""
+    """Return entry -> share of all tokens. ``device_shares``: share of all tokens; ``host_shares``: ACT share of the
+    tokens on the host."""
     on_host = 1.0 - np.asarray(device_shares)
     shares = (np.asarray(device_shares), on_host * host_shares, on_host * (1.0 - host_shares))
     return {entry: share for entry, share in zip(CACHE, shares, strict=True) if np.any(share)}
 
 
-def capture_policy(problem: Problem, workload: Workload, options: CaptureOptions | None = None) -> Policy:
+def capture_policy(problem: Problem, workload: Workload, options: CaptureOptions) -> Policy:
     """Return CAPTURE's policy for requests of the workload's mean lengths.
 
-    Hidden states of the prefill are on the device, or on the host if the device has no room (the paper does not say).
-    Raise InputError if nothing fits the effective budgets, naming the tier.
+    Hidden states are on the device, or on the host if the device has no room; the paper does not say where. Raise
+    InputError if nothing fits the effective budgets.
     """
-    options = options or CaptureOptions()
     size = workload.num_requests if options.batch is None else options.batch
     batch = _Batch(problem, options, size, *mean_lengths(workload))
     plain = Policy(
@@ -131,7 +131,7 @@ def capture_policy(problem: Problem, workload: Workload, options: CaptureOptions
     steps = np.arange(SHARE_STEPS + 1) / SHARE_STEPS
     device_shares = steps if options.device_act else steps[:1]
     own_shares, wanted = batch.host_shares(device_shares)
-    lifts = steps[::4, None] if options.ratio else steps[:1, None]  # of the host's KV blocks, those replaced by ACT
+    lifts = steps[::4, None] if options.ratio else steps[:1, None]  # share of the host's KV blocks that ACT replaces
     for hidden in ("device", "host"):
         policy = replace(plain, hidden=hidden)
         for lift in (lifts[:1], lifts):
@@ -140,7 +140,7 @@ def capture_policy(problem: Problem, workload: Workload, options: CaptureOptions
             fits = np.all([np.ones(host_shares.shape, dtype=bool), *(over <= 0 for over in excess.values())], axis=0)
             on_device = np.flatnonzero(wanted & (excess.get("device", 0.0 * host_shares)[0] <= 0))
             columns, last_try = np.flatnonzero(wanted & fits.any(axis=0)), len(lift) == len(lifts)
-            if last_try and not len(columns):  # the host is full: more on the device than is wanted
+            if last_try and not len(columns):  # the host is full: put more ACT on the device than is wanted
                 columns = np.flatnonzero(fits.any(axis=0))[:1]
             if len(columns) and (last_try or columns[-1] == on_device[-1]):
                 column = columns[-1]

@@ -1,16 +1,15 @@
-"""FlexGen's own policy search (Sheng et al., ICML 2023, Sec. 4.3): a method to compare with, not our search.
+"""FlexGen's policy search (Sheng et al., ICML 2023, Sec. 4.3), to compare with; our search is ``policy_search.search``.
 
-For each GPU batch (requests computed together) and number of GPU batches in a block, a linear program places weights,
-keys and values, and hidden states over device, host and disk. Its rows follow the cost model published with FlexGen
-(version 0.1.8), which differs from the paper in the decode: there the link's way in overlaps with nothing else.
+A GPU batch is the requests that are computed together; a block has one or more GPU batches. For each combination of
+sizes, a linear program places weights, keys and values, and hidden states on device, host and disk. The rows follow the
+cost model published with FlexGen 0.1.8. Unlike the paper's, its loads in the decode ("in") overlap with nothing:
 
     prefill of a layer  max(in + read, out + write, compute)
     decode of a layer   in + max(out, read, write, compute)
 
-Its rates were fitted to runs of its engine on one machine. Here links and disk cost what a machine's lines say a byte,
-and a GPU batch's compute what ``sim.cost.price`` says, so reading the weights once for each GPU batch has its price.
-What the model leaves out, we leave out: embedding and head, (de)compression, new keys and values on their way to the
-host in the decode, and what is between a mini-batch's parts.
+FlexGen's rates were fitted to its engine on one machine. Here the bytes of links and disk cost what a machine's lines
+say, and the compute of each GPU batch costs what ``sim.cost.price`` says. Like FlexGen's model, this one ignores
+embedding and head, (de)compression, and storing new keys and values to the host in the decode.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,27 +33,28 @@ from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates
 from sim.cost import hardware_of, price
 
-DISK_EFFICIENCY = 0.95  #: FlexGen's: of the disk's rate, when it reads weights in the decode
-TIE = 1e-5  #: of the least run's seconds: what a share on the host costs, and half of one on the disk
+DISK_EFFICIENCY = 0.95  #: share of the disk's rate when it reads weights in the decode (FlexGen's number)
+#: Cost that breaks ties, as a share of the least run's seconds: of each share on the host, twice that on the disk.
+TIE = 1e-5
 LEAST_SHARE = 1e-3  #: smaller shares are dropped
-MOST_REQUESTS = 1 << 16  #: of a block, where memory sets no bound
-OWN_SIZES = (1, 2, 3, *(1 << power for power in range(2, 16)))  #: of GPU batches, that FlexGen tries
-MOST_ROUNDS = 8  #: of solving again with less memory
+MOST_REQUESTS = 1 << 16  #: most requests of a block if memory sets no limit
+OWN_SIZES = (1, 2, 3, *(1 << power for power in range(2, 16)))  #: sizes of a GPU batch that FlexGen tries
+MOST_ROUNDS = 8  #: most times that a program is solved again with less memory
 NATIVE = Bits()
 LINK_VERBS = ("load_weights", "load_kv", "load_hidden", "store_kv", "store_hidden")
 DISK_VERBS = ("read_weights", "read_kv", "write_kv")
 
-#: The unknowns: shares of weights, keys and values, and hidden states on device (d), host (h) and disk (k). Their last
-#: number is a constant, so that terms read like formulas: ``2 * WH + 3 * ONE`` is 2·wh + 3. FlexGen's hidden states are
-#: never on its disk.
+#: Unit vectors of the unknowns: shares of weights (W), cache (C) and hidden states (H) on device (D), host (H) and disk
+#: (K). ONE is a constant, so terms read like formulas: ``2 * WH + 3 * ONE`` is 2·wh + 3. Hidden states are never on the
+#: disk.
 WD, WH, WK, CD, CH, CK, HD, HH, ONE = np.eye(9)
-DEVICE_OF = np.array([0, 0, 0, 3, 3, 3, 6, 6])  #: of each unknown, that of the device's share
+DEVICE_OF = np.array([0, 0, 0, 3, 3, 3, 6, 6])  #: index of each unknown's device share
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A machine's cost for one layer of a block: links and disk in seconds per byte, the rest in seconds, all requests
-    together."""
+    """A machine's costs for one layer of a block: seconds per byte of links and disk; fields in ``_s`` are seconds of
+    all requests together."""
 
     load_weights: float
     load_kv: float
@@ -66,45 +66,45 @@ class Rates:
     write_kv: float
     prefill_s: float  #: compute of the prefill
     decode_s: float  #: compute of a decode step without attention
-    attend_s: float  #: a decode step's attention on the device to all of the context
+    attend_s: float  #: attention of a decode step to the whole context, on the device
     attend_host_s: float  #: the same on the host
 
 
 @dataclass(frozen=True)
 class BlockSetting:
-    """What all blocks of a search share."""
+    """Inputs that all blocks of a search have in common."""
 
     problem: Problem
     prompt_tokens: int
     gen_tokens: int
-    bits: Bits = NATIVE  #: as stored: scales and zeros count, which FlexGen's quarter leaves out
-    host_attention: bool = False  #: to keys and values off the device; else they cross to it in each step
-    cache_on_host: bool = False  #: keys and values are only on the host
+    bits: Bits = NATIVE  #: stored bits; unlike FlexGen's quarter, bytes include scales and zeros
+    host_attention: bool = False  #: attend on the host to keys and values that are there; else load them in each step
+    cache_on_host: bool = False  #: keep keys and values only on the host
     disk: bool = False  #: whether a disk is used
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of a layer's matrices."""
+        """Return the bytes of a layer's matrices."""
         return self.problem.shape.layer_matrix_elements * self.problem.stored(self.bits).weights
 
     @property
     def kv_token_bytes(self) -> float:
-        """Bytes of a token's keys and values in a layer."""
+        """Return the bytes of a token's keys and values in a layer."""
         return self.problem.shape.kv_token_bytes(self.problem.stored(self.bits).kv)
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of one token's row."""
+        """Return the bytes of a token's hidden state."""
         return self.problem.shape.hidden * self.problem.bytes_per_element
 
 
 @dataclass(frozen=True)
 class Block:
-    """Everything that one linear program depends on."""
+    """The inputs of one linear program."""
 
     setting: BlockSetting
     gpu_batch: int
-    batch: int  #: requests of all GPU batches together
+    batch: int  #: requests in all GPU batches
     rates: Rates
 
     @property
@@ -114,18 +114,18 @@ class Block:
 
 @dataclass(frozen=True)
 class FlexGenResult:
-    """FlexGen's choice as a policy of ours."""
+    """FlexGen's choice, as one of our policies."""
 
     policy: Policy
-    gpu_batch: int
+    gpu_batch: int  #: requests of a GPU batch
     num_gpu_batches: int
-    predicted_tokens_per_s: float  #: of this policy, by FlexGen's cost model
-    lp_tokens_per_s: float  #: what the linear program promised, before the policy had to fit our account of memory
+    predicted_tokens_per_s: float  #: this policy's prediction by FlexGen's cost model
+    lp_tokens_per_s: float  #: prediction at the linear program's shares, before they were fitted to our memory plan
 
 
 def cost_rows(block: Block) -> dict[str, dict[str, np.ndarray]]:
-    """Return the seconds of one layer, all requests: phase -> {part: vector over (shares, 1)}. A prefill takes its
-    longest part; a decode step takes "in" and then the longest of the others."""
+    """Return phase -> part -> seconds of one layer for all requests, as vectors over (shares, 1). A prefill takes its
+    longest part; a decode step takes "in" plus the longest of the other parts."""
     r, b, setting = block.rates, block.batch, block.setting
     w, kv, s, n = setting.weight_bytes, setting.kv_token_bytes, setting.prompt_tokens, setting.gen_tokens
     prompt_hidden, hidden = b * s * setting.hidden_bytes, b * setting.hidden_bytes
@@ -167,10 +167,10 @@ def tokens_per_s(block: Block, shares: np.ndarray) -> float:
 
 
 def memory_rows(block: Block) -> list[tuple[str, np.ndarray]]:
-    """FlexGen's account of memory: (tier, bytes as a vector over (shares, 1)); each row alone must fit its tier.
+    """Return FlexGen's memory model: rows (tier, bytes as a vector over (shares, 1)). Each row must fit its tier.
 
-    Stored parts, two slots for streamed weights and a GPU batch's hidden states, and its temporaries, summed over a
-    layer's parts.
+    The bytes are those of stored weights, cache and hidden states, two slots for streamed weights, a GPU batch's hidden
+    states, and its temporaries, summed over a layer's parts.
     """
     setting, g, b = block.setting, block.gpu_batch, block.batch
     shape, p, L = setting.problem.shape, setting.problem.bytes_per_element, setting.problem.shape.num_layers
@@ -196,10 +196,10 @@ def memory_rows(block: Block) -> list[tuple[str, np.ndarray]]:
 
 
 def solve(block: Block, budgets: dict[str, float], cache_on_host: bool = False) -> np.ndarray | None:
-    """Return the placement with the least ``run_seconds``, eight shares; None if none fits.
+    """Return the eight shares with the least ``run_seconds``; None if nothing fits.
 
-    ``budgets``: usable bytes of each tier; infinity without a limit. ``cache_on_host``: keys and values only there.
-    Among equals, device before host before disk.
+    ``budgets``: usable bytes of each tier; infinity without a limit. ``cache_on_host``: keys and values only on the
+    host. Ties go to the device before the host before the disk.
     """
     if budgets["device"] <= 0 or budgets["host"] <= 0:
         return None
@@ -216,8 +216,8 @@ def solve(block: Block, budgets: dict[str, float], cache_on_host: bool = False) 
 
 
 def _program(block: Block, budgets: dict[str, float], cache_on_host: bool, free: list[int]) -> Programs:
-    """Return the program over the shares ``free``, and the prefill's and the decode's part of the run. The rest is on
-    the device."""
+    """Return the program over the shares with indices ``free`` and the seconds of prefill and decode. Shares of the
+    device follow, because each group adds up to 1."""
     rows, repeats = cost_rows(block), block.setting.gen_tokens - 1
     steps = [rows["decode"]["in"] + vector for part, vector in rows["decode"].items() if part != "in"]
     least = block.rates.prefill_s + repeats * block.rates.decode_s
@@ -235,7 +235,7 @@ def _program(block: Block, budgets: dict[str, float], cache_on_host: bool, free:
 
 
 def _clean(shares: np.ndarray) -> np.ndarray:
-    """Remove a solver's rounding: nothing below 1e-9, three sums of 1."""
+    """Return shares without the solver's rounding errors: none below 1e-9, and groups that add up to 1."""
     kept = np.where(shares < 1e-9, 0.0, shares)
     for group in (slice(0, 3), slice(3, 6), slice(6, 8)):
         kept[group] /= kept[group].sum()
@@ -243,8 +243,8 @@ def _clean(shares: np.ndarray) -> np.ndarray:
 
 
 def make_block(setting: BlockSetting, gpu_batch: int, batch: int) -> Block:
-    """Return a block of ``batch`` requests on a machine. Raise InputError for a missing line; the disk's are needed
-    only with a disk."""
+    """Return a block of ``batch`` requests with the costs of the problem's machine. Raise InputError if the machine
+    lacks a line; lines of the disk are needed only with a disk."""
     shape, hardware, width = setting.problem.shape, hardware_of(setting.problem), setting.problem.bytes_per_element
     num_full, last = divmod(batch, gpu_batch)
 
@@ -277,17 +277,17 @@ def make_block(setting: BlockSetting, gpu_batch: int, batch: int) -> Block:
 
 @dataclass(frozen=True, kw_only=True)
 class FlexGenOptions:
-    """What FlexGen is asked for."""
+    """Options of FlexGen's search."""
 
     batch: int | None = None  #: requests of the block; None: the search chooses
-    most_requests: int = MOST_REQUESTS  #: of a block, where it does
-    #: attention may run on the host. A policy of ours does that only with the whole cache there, so those programs are
-    #: held to it; attention on the device stays in the race
+    most_requests: int = MOST_REQUESTS  #: most requests of a block if the search chooses
+    #: attention may run on the host. Our policies then need the whole cache there, so these programs keep it there.
+    #: Programs with attention on the device are solved, too
     host_attention: bool = False
-    compress: bool = False  #: weights in 4 bits, and the cache too where attention is on the device
-    cache_on_host: bool = False  #: keys and values only on the host, as in papers that compare with it
-    memory_share: float = 0.8  #: FlexGen's bytes of each tier
-    #: GPU batches to try; None: FlexGen's own
+    compress: bool = False  #: weights in 4 bits; also the cache if attention is on the device
+    cache_on_host: bool = False  #: keep keys and values only on the host, as papers do that compare with FlexGen
+    memory_share: float = 0.8  #: share of each tier that FlexGen may use
+    #: sizes of a GPU batch to try; None: FlexGen's own
     gpu_batches: tuple[int, ...] | None = None
 
     def __post_init__(self):
@@ -299,14 +299,14 @@ class FlexGenOptions:
 
 
 class PlacementSearch:
-    """Linear programs of one machine, model and workload, each solved once."""
+    """Linear programs of one machine, model and workload. Each is solved once."""
 
     def __init__(self, make: Callable[[int, int], Block], budgets: dict[str, float], cache_on_host: bool):
         self.make, self.budgets, self.cache_on_host = make, budgets, cache_on_host
         self.solved: dict[tuple[int, int], tuple[Block, np.ndarray] | None] = {}
 
     def at(self, gpu_batch: int, batch: int) -> tuple[Block, np.ndarray] | None:
-        """Return (block, shares), or None where nothing fits."""
+        """Return (block, shares), or None if nothing fits."""
         key = gpu_batch, batch
         if key not in self.solved:
             block = self.make(gpu_batch, batch)
@@ -315,17 +315,17 @@ class PlacementSearch:
         return self.solved[key]
 
     def of_batch(self, batch: int, gpu_batches: Iterable[int] | None) -> list[tuple[Block, np.ndarray]]:
-        """Return the placements of the ways to cut ``batch`` requests into GPU batches of nearly these sizes."""
+        """Return the placements of ``batch`` requests, cut evenly into GPU batches of up to each of these sizes."""
         sizes = {-(-batch // -(-batch // min(g, batch))) for g in gpu_batches or OWN_SIZES}
         return [placed for g in sorted(sizes) if (placed := self.at(g, batch))]
 
     def of_any(
         self, gpu_batches: Iterable[int] | None, most_requests: int = MOST_REQUESTS
     ) -> list[tuple[Block, np.ndarray]]:
-        """Return, for each GPU batch, the placement of the best number of them.
+        """Return the placement with the best number of GPU batches, for each size of a GPU batch.
 
-        FlexGen tries 1, 2, 3, … and stops at the first that is slower. The least seconds are convex in the number
-        (except for small working sets), so tokens/s rises and then falls, and halving needs fewer programs.
+        FlexGen tries 1, 2, 3, … GPU batches and stops at the first slower number. The least seconds are convex in this
+        number (except for small working sets), so tokens/s rises and then falls, and bisection needs fewer programs.
         """
         best = []
         for g in gpu_batches or OWN_SIZES:
@@ -349,18 +349,15 @@ class PlacementSearch:
         return placed is not None and before is not None and tokens_per_s(*placed) >= tokens_per_s(*before)
 
 
-def flexgen_policy(problem: Problem, workload: Workload, options: FlexGenOptions | None = None) -> FlexGenResult:
-    """Return what FlexGen would run: the fastest placement, GPU batch and number of GPU batches by its own cost model.
+def flexgen_policy(problem: Problem, workload: Workload, options: FlexGenOptions) -> FlexGenResult:
+    """Return FlexGen's choice: the fastest placement, GPU batch and number of GPU batches by its own cost model.
 
-    FlexGen pads requests to the longest, so the workload's longest prompt and generation count. FlexGen's runtime keeps
-    hidden states in one tier: the one with the larger share. Shares below 0.001 are dropped. Its account of memory
-    leaves out the embedding and our double buffers, so a placement is made to fit ours: the program is solved again
-    with as much less of a tier as ours is short of, and where that has no answer, everything leaves the device for the
-    host. Among the cuts the one that is fastest after that, by FlexGen's cost model, is taken.
+    FlexGen pads requests to the longest one, so the workload's longest prompt and generation count. Its runtime keeps
+    hidden states in one tier, here the one with the larger share. FlexGen's memory model lacks the embedding and our
+    double buffers, so each placement is made to fit our memory plan (``_fit``) before the fastest is chosen.
 
-    Raise InputError when nothing fits the problem's effective budgets, naming the tier.
+    Raise InputError if nothing fits the problem's effective budgets.
     """
-    options = options or FlexGenOptions()
     gpu_batches = None if options.gpu_batches is None else sorted(set(options.gpu_batches))
     memories = problem.effective_budgets.limits  # infinity without a limit, 0 without a disk
     budgets = {tier: options.memory_share * size for tier, size in memories.items()}
@@ -394,7 +391,7 @@ def flexgen_policy(problem: Problem, workload: Workload, options: FlexGenOptions
 
 
 def _policy(block: Block, shares: np.ndarray) -> Policy:
-    """Return the program's placement as a policy."""
+    """Return a placement as a policy; shares below LEAST_SHARE are dropped."""
     setting = block.setting
 
     def kept(group: np.ndarray) -> list[float]:
@@ -419,7 +416,7 @@ def _policy(block: Block, shares: np.ndarray) -> Policy:
 
 
 def _shares_of(policy: Policy) -> np.ndarray:
-    """Return the eight shares of a policy: the inverse of ``_policy``."""
+    """Return the eight shares of a policy made by ``_policy``."""
     weights = [getattr(policy.weights, tier) for tier in TIERS]
     cache = [policy.cache.get(f"kv@{tier}", 0.0) for tier in TIERS]
     hidden = [float(policy.hidden == tier) for tier in ("device", "host")]
@@ -427,7 +424,7 @@ def _shares_of(policy: Policy) -> np.ndarray:
 
 
 def _over(block: Block, policy: Policy) -> dict[str, float]:
-    """Return the tiers that cannot hold the policy, by our own account, with the bytes beyond their memory."""
+    """Return tier -> bytes by which a policy exceeds the tier's memory, by our memory plan; empty if it fits."""
     problem = block.setting.problem
     candidates = Candidates(policy, block.batch, block.setting.prompt_tokens, block.setting.gen_tokens)
     peak = peak_bytes(problem, candidates)
@@ -436,8 +433,9 @@ def _over(block: Block, policy: Policy) -> dict[str, float]:
 
 
 def _fit(block: Block, shares: np.ndarray, budgets: dict[str, float]) -> tuple[Policy, dict[str, float]]:
-    """Return (the placement as a policy that fits our own account of memory, {}), or, where none is found, (the last
-    policy tried, the bytes that each tier is short of). ``budgets``: bytes that FlexGen may use, which shrink."""
+    """Return (a policy close to the placement, tier -> bytes by which it exceeds our memory plan; empty if it fits).
+    The program is solved again with the excess taken from ``budgets``, the bytes that FlexGen may use. If that fails,
+    everything on the device moves to the host."""
     policy, budgets = _policy(block, shares), dict(budgets)
     over = _over(block, policy)
     for _ in range(MOST_ROUNDS):
@@ -461,7 +459,7 @@ def _fit(block: Block, shares: np.ndarray, budgets: dict[str, float]) -> tuple[P
 
 
 def _what_flexgen_lacks(block: Block, budgets: dict[str, float]) -> str:
-    """Return why FlexGen's own account has no room for ``block``."""
+    """Return in words why ``block`` exceeds FlexGen's memory model."""
     ways = [np.array([wd, 1 - wd, 0, 0, 1, 0, hd, 1 - hd, 1.0]) for wd in (0, 1) for hd in (0, 1)]
     device = min(max(float(row @ x) for tier, row in memory_rows(block) if tier == "device") for x in ways)
     if device > budgets["device"]:
