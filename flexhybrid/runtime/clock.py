@@ -1,13 +1,13 @@
-"""The real clock: a lane for each resource, first in, first out; a task waits only for those it depends on.
+"""The real clock: one lane per resource. A task waits only for the tasks that it depends on.
 
-A *lane* runs the tasks of one resource in the order of the plan. There are two kinds:
+A *lane* runs the tasks of one resource in plan order. There are two kinds:
 
-- A **host lane** (CPU compute, paced links, host_compute, disk) has a thread, and has completed a task when its
-  function returns.
-- A **stream lane** (CUDA compute and copies: ``issuing.StreamLane``) only enqueues; the planning thread does so for all
-  of them (``issuing.Issuer``).
+- A **host lane** (CPU compute, paced links, host_compute, disk) has a thread. A task is complete when its function
+  returns.
+- A **stream lane** (CUDA compute and copies: ``issuing.StreamLane``) only enqueues kernels and copies. The planning
+  thread does this for all stream lanes (``issuing.Issuer``).
 
-A lane that waits never keeps another one from being fed.
+A waiting lane does not stop the planning thread from submitting tasks to other lanes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from flexhybrid.runtime.links import TURN
 from flexhybrid.runtime.process_settings import NO_OLD_GARBAGE, SHORT_SWITCH_INTERVAL
 from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
 
-#: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
+#: Limit of a lane's submitted and incomplete tasks: enough to keep the lane busy, few enough to bound memory.
 LOOKAHEAD_TASKS = 256
-#: Seconds after which a thread that waits looks up. The system may hand a signal to any thread of the process, and only
-#: the main thread acts on it, once it runs.
+#: A waiting thread wakes up after this many seconds. The system may send a signal to any thread of the process, but
+#: Python handles it on the main thread, which must be awake.
 LOOK_UP_S = 0.5
 
 
 class Aborted(Exception):
-    """Raised inside a lane when another lane has failed; it ends the thread and is not reported."""
+    """Ends a lane's thread after another lane has failed. Not reported."""
 
 
 Perform = Callable[[Task], None]
-Around = Callable[[Callable[[], None]], None]  #: calls what runs the tasks of a thread
+Around = Callable[[Callable[[], None]], None]  #: calls the function that runs a thread's tasks
 
 
 class Enqueuer(Protocol):
@@ -51,14 +51,13 @@ class Enqueuer(Protocol):
     around: Around
 
     def enqueue_until(self, lane: Lane, ordinal: int) -> None:
-        """Enqueue until that task of a lane is complete, or nothing is left to enqueue."""
+        """Enqueue tasks until a lane's task is complete, or nothing is left to enqueue."""
 
 
 class Lane:
-    """The tasks of a resource, in plan order. ``passed`` counts those that others may build on; a task is named by its
-    ordinal.
+    """Runs the tasks of a resource in plan order. A task's ordinal is its index among them.
 
-    ``times`` sums where a traced run's time goes.
+    ``passed`` counts the tasks that others need not wait for any more. ``times`` sums how a traced run spends its time.
     """
 
     lookahead = LOOKAHEAD_TASKS
@@ -72,40 +71,40 @@ class Lane:
         self.failed = False
         self.passed = 0
         self.submitted = 0
-        self.room = self.lookahead  #: how many tasks may have been submitted before some are waited for
-        self.num_spans = math.inf  #: number of first tasks whose start and end are kept
+        self.room = self.lookahead  #: number of tasks that may be submitted before waiting for some
+        self.num_spans = math.inf  #: number of first tasks whose start and end are stored
         self.times = LaneTimes()
-        self.timed_iterations = 0  #: number of first iterations whose tasks a stream lane times; a host lane times all
-        self.busy_s = 0.0  #: from the tasks' starts to their ends so far; of a stream lane not known
-        self.line_times: dict[LineKey, LineTimes] = {}  #: of the timed tasks so far
-        self._waiting: list[tuple[int, Callable[[], object]]] = []  #: awaited ordinals, and the functions to call
-        self._awaited = math.inf  #: the first of these ordinals
+        self.timed_iterations = 0  #: a stream lane times the tasks of this many first iterations; a host lane times all
+        self.busy_s = 0.0  #: sum of the tasks' times so far; 0 on a stream lane
+        self.line_times: dict[LineKey, LineTimes] = {}  #: times of the timed tasks so far, by line
+        self._waiting: list[tuple[int, Callable[[], object]]] = []  #: (awaited ordinal, function to call)
+        self._awaited = math.inf  #: lowest awaited ordinal
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Take tasks from now on."""
+        """Begin to run submitted tasks."""
 
     def submit(self, task: Task, waits) -> int:
-        """Take a task that waits for tasks of lanes; return its ordinal."""
+        """Add a task that depends on tasks of other lanes, ``waits``: (resource, ordinal); return its ordinal."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Take no more tasks."""
+        """Declare that no more tasks will be submitted."""
 
     def join(self) -> None:
-        """Return once nothing runs any more."""
+        """Block until nothing runs."""
 
     def abort(self) -> None:
-        """Run no more tasks, and wake all that wait for some."""
+        """Run no more tasks, and wake all threads that wait for one."""
         self.failed = True
         self._wake(math.inf)
 
     def wait_complete(self, ordinal: int) -> float:
-        """Block until the task with this ordinal is complete; return when it ended, -inf where that is long ago."""
+        """Block until a task is complete; return its end (``time.perf_counter``), or -inf if it is no longer stored."""
         raise NotImplementedError
 
     def _block(self, ordinal: int) -> None:
-        """Sleep until the task with this ordinal has passed, and not be woken by those before it."""
+        """Sleep until a task has passed, without waking for earlier tasks. Raise Aborted if a lane has failed."""
         if self.passed > ordinal:
             return
         (woken := threading.Lock()).acquire()
@@ -116,36 +115,39 @@ class Lane:
             raise Aborted
 
     def call_when_passed(self, ordinal: int, call: Callable[[], object]) -> None:
-        """Call ``call`` when the task with this ordinal passes, or a lane fails; not if it passed before. The lane
-        counts first and then looks for waiters, so callers look at ``passed`` after this."""
+        """Call ``call`` when a task passes or a lane fails; not if the task has already passed.
+
+        The lane first counts a passed task and then looks for functions to call. So callers must check ``passed`` after
+        this call.
+        """
         with self._lock:
             self._waiting.append((ordinal, call))
             self._awaited = min(self._awaited, ordinal)
 
     def awaited(self) -> list[int]:
-        """Return the tasks that threads wait for."""
+        """Return the ordinals of the tasks that threads wait for."""
         with self._lock:
             return [ordinal for ordinal, _ in self._waiting]
 
     def _note_time(self, task: Task, seconds: float) -> None:
-        """Add a task's seconds to the times of its line."""
+        """Add a task's seconds to its line's times."""
         key = task.verb, task.resource, task.work.line
         if (times := self.line_times.get(key)) is None:
             times = self.line_times[key] = LineTimes()
         times.add(task, seconds)
 
     def read_times(self) -> dict[LineKey, LineTimes]:
-        """Return a copy of the times of each line so far."""
+        """Return a copy of each line's times so far."""
         return {key: replace(times) for key, times in list(self.line_times.items())}
 
     def _pass(self) -> None:
         """Count a task as passed, and wake its waiters."""
-        self.passed += 1  # by no other thread
+        self.passed += 1  # no other thread writes it
         if self._awaited < self.passed:
             self._wake(self.passed)
 
     def _wake(self, passed: float) -> None:
-        """Wake the threads that wait for a task before this ordinal."""
+        """Wake the threads that wait for a task with an ordinal below ``passed``."""
         with self._lock:
             reached = [call for ordinal, call in self._waiting if ordinal < passed]
             self._waiting = [(ordinal, call) for ordinal, call in self._waiting if ordinal >= passed]
@@ -154,21 +156,21 @@ class Lane:
             call()
 
     def span(self, ordinal: int) -> tuple[float, float]:
-        """Return (start, end) of a finished task whose span is kept, on the clock of ``time.perf_counter``."""
+        """Return the start and end (``time.perf_counter``) of a complete task, one of the first ``num_spans``."""
         raise NotImplementedError
 
     def drain(self) -> None:
-        """Wait for the work that a failed run left enqueued: nothing, on a host lane."""
+        """Wait for work that a failed run left on the device. A host lane has none."""
 
     def release(self) -> None:
-        """Drop the references to the other lanes once all have ended: a circle would keep the run's buffers alive."""
+        """Drop the references to other lanes after the run. A reference cycle would keep the run's buffers alive."""
         self.lanes, self.fail = {}, lambda error: None
 
 
 class HostLane(Lane):
-    """A lane with a thread of its own, which runs its tasks; those have passed that are complete.
+    """A lane with its own thread. A task passes when it is complete.
 
-    ``thread``: lent by the owner of several runs (``LaneThreads``); None: a new one, which ends with the run.
+    ``thread``: a thread shared by several runs (``LaneThreads``); default: a new one, which ends with the run.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class HostLane(Lane):
         self._around = around
         self.thread, self._lent = thread or LaneThreads()[name], thread is not None
         self._spans: list[tuple[float, float]] = []
-        self._end_s: dict[int, float] = {}  #: of the latest tasks
+        self._end_s: dict[int, float] = {}  #: ends of the latest tasks, by ordinal
         self._on_start = on_start
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._ended: Future | None = None
@@ -215,7 +217,7 @@ class HostLane(Lane):
         return self._end_s.get(ordinal, -math.inf)
 
     def loop(self) -> None:
-        """Run tasks until they end or a lane fails."""
+        """Run tasks until the last one, or until a lane fails."""
         try:
             self._around(self._run_tasks)
         except Aborted:
@@ -247,7 +249,7 @@ class HostLane(Lane):
         self.perform(task)
         end = self._end_s[number] = time.perf_counter()
         cpu_s = time.thread_time() if traced else 0.0
-        self._pass()  # what others may wait for comes before all that is only counted
+        self._pass()  # wake waiting threads before updating statistics
         self.busy_s += end - start
         self._note_time(task, end - start)
         if before:
@@ -267,15 +269,15 @@ class HostLane(Lane):
 
 
 def _loop(lanes: list[HostLane]) -> None:
-    """Run the one lane of a list, and take it from there: a thread pool keeps the arguments a moment too long."""
+    """Run the only lane of a list, after removing it: a thread pool holds the arguments after the call ends."""
     lanes.pop().loop()
 
 
 class LaneThreads(dict[str, ThreadPoolExecutor]):
-    """One thread per resource, made at first use, for all runs and engines.
+    """One thread per resource, started at first use and shared by runs and engines.
 
-    glibc keeps freed memory in an arena per thread. With new threads in each run, every arena would grow to the compute
-    lane's need.
+    glibc keeps freed memory in one arena per thread. If each run had new threads, the memory of the compute lane could
+    end up in every arena.
     """
 
     def __missing__(self, name: str) -> ThreadPoolExecutor:
@@ -283,16 +285,16 @@ class LaneThreads(dict[str, ThreadPoolExecutor]):
         return thread
 
     def end(self) -> None:
-        """End the threads; later runs make new ones."""
+        """End the threads. Later runs start new ones."""
         while self:
             self.popitem()[1].shutdown()
 
 
 class Clock:
-    """Runs the tasks of a plan on lanes. One use: lanes are joined when ``run`` returns or raises.
+    """Runs the tasks of a plan on lanes. It can run only once.
 
-    ``on_fail`` is called at the first error, on the thread that raised it, before lanes are joined: it makes waits
-    inside a verb (for a paced link, for a disk) end soon.
+    ``on_fail`` is called at the first error, on the thread that raised it. It must end waits inside verbs (for a paced
+    link or a disk), because the lanes are joined afterwards.
     """
 
     def __init__(
@@ -303,9 +305,8 @@ class Clock:
     ):
         self.lanes = {lane.name: lane for lane in lanes}
         self._issuer = next((lane.issuer for lane in self.lanes.values() if lane.issuer), None)
-        self.began_s = math.nan  #: the zero of the trace, on the clock of ``time.perf_counter``
-        #: processor seconds of Python per task, apart from the lanes' work: planning, handing over, collecting,
-        #: enqueuing
+        self.began_s = math.nan  #: start of the trace (``time.perf_counter``)
+        #: processor seconds of the planning thread: planning, submitting, collecting tokens and enqueuing
         self.launch_s = 0.0
         self._on_fail = on_fail
         self._dependencies = Dependencies(hazards)
@@ -324,11 +325,11 @@ class Clock:
         self._on_fail()
 
     def line_times(self) -> dict[LineKey, LineTimes]:
-        """Return a copy of the times of each line so far."""
+        """Return a copy of all lines' times so far."""
         return {key: times for lane in self.lanes.values() for key, times in lane.read_times().items()}
 
     def wait(self, resource: str, ordinal: int) -> None:
-        """Block the calling (planning) thread until that task is complete; raise the error that stopped a lane."""
+        """Block the planning thread, which calls this, until a task is complete. Raise the error of a failed lane."""
         lane = self.lanes[resource]
         try:
             if self._issuer:
@@ -346,10 +347,9 @@ class Clock:
     ) -> list[TraceEvent]:
         """Submit every task in plan order, wait for the end, and return the trace, in seconds from the start.
 
-        ``keep_trace``: True for all events, False for none, or the number of first tasks. ``timed_iterations``: see
-        ``Lane``. ``on_submit(task, ordinal)``
-        is called on this thread for each task. The first error of a lane, or of the plan, is raised here after all
-        threads have ended.
+        ``keep_trace``: True for all tasks, False for none, or the number of first tasks. ``timed_iterations``: see
+        ``Lane``. ``on_submit(task, ordinal)`` is called on this thread for each task. If a lane or the plan fails, its
+        first error is raised here after all threads have ended.
         """
         submitted: list[tuple[Task, Lane, int]] = []
         num_traced = math.inf if keep_trace is True else int(keep_trace)
@@ -372,7 +372,7 @@ class Clock:
             try:
                 raise error
             finally:
-                del error  # its traceback holds this frame: a circle would keep the buffers until the next collection
+                del error  # its traceback holds this frame: a reference cycle, which would keep the buffers alive
         trace = []
         for task, lane, ordinal in submitted:
             start, end = lane.span(ordinal)
@@ -386,7 +386,7 @@ class Clock:
         num_traced: float,
         submitted: list[tuple[Task, Lane, int]],
     ) -> None:
-        """Submit every task and wait for the end; ``submitted`` gets the first ``num_traced``."""
+        """Submit every task and wait for the end; append the first ``num_traced`` to ``submitted``."""
         for task in tasks:
             lane, ordinal = self._submit(task)
             if len(submitted) < num_traced:
@@ -401,10 +401,10 @@ class Clock:
                 self.wait(lane.name, lane.submitted - 1)
 
     def _submit(self, task: Task) -> tuple[Lane, int]:
-        """Hand a task to its lane once the lane's queue has room; raise Aborted if a lane has failed.
+        """Submit a task after its lane's queue has room. Raise Aborted if a lane has failed.
 
-        A full queue has room again when half of it is done: waking the planner for each task takes several times as
-        long, and takes the interpreter's lock from the lanes.
+        If a queue is full, wait until half of it is done. Waking the planning thread for each task would take several
+        times as long, and would take the interpreter's lock from the lanes.
         """
         lane = self.lanes[task.resource]
         if lane.submitted >= lane.room:
@@ -422,6 +422,8 @@ class Clock:
             lane.join()
         for lane in self.lanes.values():
             if self._error:
-                with contextlib.suppress(Exception):  # after a device's error every call raises it: the first is told
+                with contextlib.suppress(
+                    Exception
+                ):  # every call after a device error raises again; only the first is reported
                     lane.drain()
             lane.release()

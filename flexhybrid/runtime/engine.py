@@ -42,68 +42,69 @@ from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, Wei
 from flexhybrid.runtime.verbs import verbs_under
 from flexhybrid.runtime.verbs.graphed import Graphs, JointLaunch, attach
 
-BROKEN_REQUESTS = 16  #: requests with non-finite logits, and no others, before the model is blamed
-LAG = 2  #: iterations after a request has left in which its last step may still be prepared, or its last token come
+BROKEN_REQUESTS = 16  #: the model is broken if this number of requests, and no others, have non-finite logits
+LAG = 2  #: number of iterations after a request has left in which its last step or token may still appear
 
-#: Request (its index in the queue) -> function that takes its next token and returns the text that ends it, or None.
+#: Takes a request (its index in the queue). Returns a function of its next token, which returns the stop text that the
+#: token completes, or None; or returns None if no text can stop the request.
 StopText = Callable[[int], Callable[[int], str | None] | None]
-#: Takes a finished request: its index in the queue, its tokens, and what ended it (``WaveResult.stops``), or a Failure.
+#: Takes a finished request: its index in the queue, its tokens, and its stop (``WaveResult.stops``) or a Failure.
 OnFinish = Callable[[int, list[int], int | str | None], None]
-#: Takes the log probabilities that came with a token: the request's index in the wave, and what was noted.
+#: Takes a token's log probabilities: the request's index in the wave, and the ``Noted`` record.
 OnNoted = Callable[[int, Noted], None]
 
 
 class Failure(str):
-    """Why the tokens of one request are no answer."""
+    """The reason why the tokens of one request are not an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunControl:
-    """When the requests of a run end, what its caller hears of them, and how much of the trace is kept.
+    """When the requests of a run end, which functions are called meanwhile, and how much of the trace is kept.
 
-    ``on_tokens(n)`` takes the number of newly finished tokens, after ``on_finish`` has taken the requests that they
-    finished. Once ``should_stop()`` is true, no further iteration begins: requests may be left unfinished.
+    ``on_tokens(n)`` takes the number of new tokens, after ``on_finish`` has taken the requests that they finished. When
+    ``should_stop()`` is true, no further iteration begins, and requests may be left unfinished.
     """
 
-    num_given: Sequence[int] | None = None  #: of each request: its first tokens are given (``forcing``), not its answer
-    num_ended: np.ndarray | None = None  #: answers that ended before this run, by tokens: others end as they did
-    answer_of: Callable[[int], list[int]] = lambda request: []  #: a request's list that takes its tokens as they come
+    num_given: Sequence[int] | None = None  #: number of first tokens of each request that are given (``forcing``)
+    #: number of earlier answers that ended at each length; they predict the lengths of others
+    num_ended: np.ndarray | None = None
+    answer_of: Callable[[int], list[int]] = lambda request: []  #: the list that a request's tokens are appended to
     stop_ids: Callable[[int], Collection[int]] = lambda request: ()  #: token ids that end a request
-    stop_text: StopText = lambda request: None  #: of a request that a text may end; None: none may
-    on_join: Callable[[int, int], None] | None = None  #: takes (request, mini-batch) that it joins; ``RequestQueue``
-    on_start: Callable[[Callable[[], float]], None] | None = None  #: called with the progress of the first iteration
+    stop_text: StopText = lambda request: None
+    on_join: Callable[[int, int], None] | None = None  #: takes a joining request and its mini-batch; ``RequestQueue``
+    on_start: Callable[[Callable[[], float]], None] | None = None  #: takes a function: progress of the first iteration
     on_tokens: Callable[[int], None] | None = None
-    #: called before ``on_tokens`` with the busy seconds of host lanes so far, and a function that returns a copy of the
-    #: times of all lanes' lines so far
+    #: Called before ``on_tokens``. Takes the busy seconds of host lanes so far, and a function that returns a copy of
+    #: the times of all lanes' lines so far.
     on_busy: Callable[[dict[str, float], Callable[[], dict[LineKey, LineTimes]]], None] | None = None
     on_finish: OnFinish | None = None
     on_noted: OnNoted | None = None
     should_stop: Callable[[], bool] | None = None
-    should_drain: Callable[[], bool] | None = None  #: once true no request joins; running ones finish
-    forget: bool = False  #: what ``on_finish`` has taken: the result has no tokens
-    keep_trace: bool | int = False  #: True: of all tasks; a number: of the first so many
-    timed_iterations: int = (
-        0  #: number of first iterations whose tasks a GPU launches one by one and times, for ``on_busy``
-    )
+    should_drain: Callable[[], bool] | None = None  #: when true, no more requests join; running ones finish
+    forget: bool = False  #: drop a request's tokens after ``on_finish``: the result has none
+    keep_trace: bool | int = False  #: True: trace all tasks; a number n: the first n tasks
+    #: A GPU launches the tasks of this many first iterations one by one, and times them, for ``on_busy``.
+    timed_iterations: int = 0
 
 
 @dataclass
 class WaveResult:
-    """The tokens of each request, in the wave's order, up to its stop; and the trace."""
+    """The tokens of each request up to its stop, in the wave's order; and the trace."""
 
     tokens: list[list[int]]
-    stops: list[int | str | None]  #: the token id or the text that ended the request; None: its length did
+    stops: list[int | str | None]  #: the token id or text that ended each request; None: its length limit did
     trace: list[TraceEvent]
-    lanes: dict[str, LaneTimes] = field(default_factory=dict)  #: by resource with tasks; {} untraced
+    lanes: dict[str, LaneTimes] = field(default_factory=dict)  #: by resource with tasks; {} without a trace
     launch_s: float = 0.0  #: ``Clock.launch_s``
-    graphs: str = ""  #: of a GPU: how many CUDA graphs launched its decode steps, or why none did
+    graphs: str = ""  #: on a GPU: a line about its CUDA graphs, or why there are none
 
 
 class Engine:
-    """Runs waves that fit ``sizes`` under one placement of weights; buffers are allocated here, once.
+    """Runs waves that fit ``sizes``, with one placement of weights. The constructor allocates all buffers.
 
-    ``link_gb_per_s`` paces both link directions of a CPU; None: no pace. Raise InputError for a pace on CUDA, whose
-    link has its own rate. ``lane_threads``: of the owner of several engines (default: its own).
+    ``link_gb_per_s`` paces both link directions of a CPU (default: no pace). Raise InputError for a pace on CUDA, whose
+    link has its own rate. ``lane_threads``: threads shared with other engines (default: new ones).
     """
 
     def __init__(
@@ -123,11 +124,13 @@ class Engine:
             raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
         self.sizes = sizes
         self.closed = False
-        self.graphs: Graphs | None = None  #: of all its waves that have graphs
+        self.graphs: Graphs | None = None  #: CUDA graphs, shared by its waves
         self.num_threads = num_threads or torch.get_num_threads()
         self.host_threads = min(HOST_THREADS[self.device.type], max(1, self.num_threads // 2))
         self.host_workers = ThreadPoolExecutor(self.host_threads, "flexhybrid-host", _compute_with, (1,))
-        self.compute_workers = ThreadPoolExecutor(self.num_threads, "flexhybrid-compute")  # starts them when used
+        self.compute_workers = ThreadPoolExecutor(
+            self.num_threads, "flexhybrid-compute"
+        )  # starts no thread before its first use
         self.host_share: Share = self.host_workers.map if self.host_threads > 1 else map
         self.compute_share: Share = self.compute_workers.map if self.num_threads > 1 else map
         self._own_threads = LaneThreads()
@@ -143,7 +146,7 @@ class Engine:
         self.copies: CpuCopies | CudaCopies = CudaCopies() if on_cuda else CpuCopies(link_gb_per_s)
 
     def close(self) -> None:
-        """Free the cache's disk space, and end the threads of lanes and host."""
+        """Free the cache's disk space, and end the threads."""
         self.closed = True
         self.host_workers.shutdown()
         self.compute_workers.shutdown()
@@ -152,7 +155,7 @@ class Engine:
             self.disk.close()
 
     def _abort(self, executor: Executor) -> None:
-        """End what lanes may wait for: copies, masks, and the disk space of cache and weights."""
+        """Make waits inside verbs end: for copies, token masks, and the disk spaces of cache and weights."""
         self.copies.abort()
         executor.masks.abort()
         for space in (self.disk, self.weights.disk):
@@ -160,7 +163,7 @@ class Engine:
                 space.abort()
 
     def executor(self, wave: Wave, prompts: Prompts, plan: SamplingPlans) -> Executor:
-        """Make a wave ready to run: token ids of its prompts, and how its tokens are chosen, by request."""
+        """Return an executor for a wave. ``prompts``: token ids by request; ``plan``: how each request samples."""
         check_runnable(wave.shape, wave.policy)
         executor = Executor(self, wave, prompts, plan, self._selection(wave))
         executor.verbs = verbs_under(executor.selection)
@@ -169,7 +172,7 @@ class Engine:
         return executor
 
     def _selection(self, wave: Wave) -> SelectionHooks:
-        """Make the runtime object of the policy's selection."""
+        """Return the hooks of the policy's selection method."""
         if wave.policy.selection.method == "heavy_hitter":
             return HeavyHitters(wave, self.device)
         if wave.policy.selection.method == "speculative":
@@ -177,13 +180,13 @@ class Engine:
         return SelectionHooks()
 
     def lanes(self, executor: Executor) -> list[Lane]:
-        """Make a lane for each resource: stream lanes on CUDA; host lanes on a CPU, and for the host's cores and disk.
+        """Return a lane for each resource: stream lanes for a CUDA device, host lanes for all else.
 
-        OpenMP keeps its number of threads for each thread that uses it, so each lane sets its own, and engines of one
-        process do not disturb each other.
+        OpenMP stores its number of threads separately for each calling thread. So each lane sets its own number, and
+        engines in one process do not disturb each other.
         """
         perform = executor.perform
-        # What computes a model's own modules is on a stack that they can leave.
+        # A model's own modules run in coroutines, which ``infer_hosted`` allows.
         around_compute = infer if executor.modules is None else infer_hosted
 
         def host_lane(name: str, num_threads: int | None = None, around: Around = infer) -> Lane:
@@ -205,7 +208,7 @@ class Engine:
 
     @contextmanager
     def without_copies(self) -> Iterator[None]:
-        """Stop all traffic to the device."""
+        """Skip all copies to and from the device inside the context."""
         self.copies.enabled = False
         try:
             yield
@@ -214,7 +217,7 @@ class Engine:
 
     @contextmanager
     def process_settings(self) -> Iterator[None]:
-        """Hold the settings of the process that a run on this device needs."""
+        """Keep the process settings that a run on this device needs, inside the context."""
         with ExitStack() as held:
             if self.device.type == "cuda":
                 held.enter_context(_current_stream_kept(self.device))
@@ -226,11 +229,10 @@ class Engine:
     def run(
         self, executor: Executor, control: RunControl = RunControl(), tasks: Iterable[Task] | None = None
     ) -> WaveResult:
-        """Run the executor's wave to its end. ``tasks``: instead of its plan, for measurements that start in the
-        middle.
+        """Run the executor's wave to its end. ``tasks`` replace the wave's plan, for measurements of a part of it.
 
-        An error of a lane is raised here after all threads have ended. It closes the engine; weights partly on the disk
-        cannot run again. Raise ValueError for a closed engine.
+        An error in a lane is raised here after all threads have ended. It closes the engine; weights that are partly on
+        the disk cannot be used again. Raise ValueError if the engine is closed.
         """
         if self.closed:
             raise ValueError("this engine is closed, or a run of it failed: make a new one")
@@ -241,7 +243,7 @@ class Engine:
             control.on_start(collector.first_share)
         tasks = stream(executor.wave, Stops(collector.stops_until, collector.may_stop)) if tasks is None else tasks
         if self.device.type == "cuda":
-            # Buffers and index tensors were made on the default stream; lanes read them from others.
+            # Buffers and index tensors were created on the default stream; lanes read them on other streams.
             torch.cuda.current_stream(self.device).synchronize()
         try:
             with self.process_settings():
@@ -252,9 +254,9 @@ class Engine:
             raise
         trace = [_resolved(event, resolved or {}) for event in trace]
         lanes = {name: lane.times for name, lane in clock.lanes.items() if trace and lane.submitted}
-        return WaveResult(*collector.results(), trace, lanes, clock.launch_s, self._told_of_graphs(executor))
+        return WaveResult(*collector.results(), trace, lanes, clock.launch_s, self._graphs_summary(executor))
 
-    def _told_of_graphs(self, executor: Executor) -> str:
+    def _graphs_summary(self, executor: Executor) -> str:
         """Return ``WaveResult.graphs``."""
         if self.device.type != "cuda":
             return ""
@@ -267,10 +269,10 @@ _SETTING_THREADS = threading.Lock()
 
 
 def _compute_with(num_threads: int) -> None:
-    """Make the calling thread compute with this many threads.
+    """Make torch use ``num_threads`` threads for operations of the calling thread.
 
-    A thread's first parallel operation resets its number to the one last set anywhere, unless the number was read
-    before: without the lock, a lane starting at the same time would pass on its own number.
+    A thread's first parallel operation takes the number last set by any thread, unless the thread has read its number
+    before. Without the lock, a lane that starts at the same time could set the number in between.
     """
     with _SETTING_THREADS:
         torch.set_num_threads(num_threads)
@@ -279,7 +281,7 @@ def _compute_with(num_threads: int) -> None:
 
 @contextmanager
 def _current_stream_kept(device: torch.device) -> Iterator[None]:
-    """Restore this thread's current stream: the planning thread enters the lanes' streams."""
+    """Restore this thread's current stream at the end; the planning thread switches to the lanes' streams."""
     stream = torch.cuda.current_stream(device)
     try:
         yield
@@ -288,7 +290,7 @@ def _current_stream_kept(device: torch.device) -> Iterator[None]:
 
 
 def infer(tasks: Callable[[], None]) -> None:
-    """Run a thread's tasks in inference mode, entered once because entering costs as much as some operations."""
+    """Run a thread's tasks in inference mode, entered only once: entering takes as long as some operations."""
     with torch.inference_mode():
         tasks()
 
@@ -298,13 +300,13 @@ def infer_hosted(tasks: Callable[[], None]) -> None:
 
 
 def _resolved(event: TraceEvent, resolved: dict[tuple, Work]) -> TraceEvent:
-    """Return the event with what its task really moved, where that was known only when it ran."""
+    """Return the event with the work of its task, if that was known only after the task ran."""
     work = resolved.get(event.task.key)
     return event if work is None else event._replace(task=event.task._replace(work=work))
 
 
 class _Answers(dict[int, list[int]]):
-    """Tokens by request, in lists that ``answer_of`` gives."""
+    """Tokens by request, in the lists that ``answer_of`` returns."""
 
     def __init__(self, answer_of: Callable[[int], list[int]], begun: Iterable[int]):
         super().__init__({request: answer_of(request) for request in begun})
@@ -315,8 +317,10 @@ class _Answers(dict[int, list[int]]):
 
 
 def _forgetting(stopped: set[int], on_leave: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    """Return ``on_leave`` (``RequestQueue``) that drops stopped requests after their surplus token, because long queues
-    have many."""
+    """Return an ``on_leave`` (``RequestQueue``) that also forgets stopped requests, LAG iterations later.
+
+    A long queue would otherwise keep all of them.
+    """
     left: deque[tuple[int, int]] = deque()
 
     def leave(request: int, iteration: int) -> None:
@@ -329,7 +333,7 @@ def _forgetting(stopped: set[int], on_leave: Callable[[int, int], None]) -> Call
 
 
 class _Collector:
-    """Gathers sampled tokens as their copies to the host complete, and knows which requests have stopped."""
+    """Collects sampled tokens when their copies to the host complete, and tells which requests have stopped."""
 
     def __init__(self, executor: Executor, clock: Clock, control: RunControl):
         queue = executor.wave.queue
@@ -341,22 +345,22 @@ class _Collector:
         if self.num_given:
             self.max_tokens = workload.max_tokens - np.array(control.num_given)
         self.num_requests = count
-        self.tokens = _Answers(control.answer_of, queue.given if queue else ())  #: by request, those that have begun
+        self.tokens = _Answers(control.answer_of, queue.given if queue else ())  #: by request that has begun
         executor.answers = self.tokens
         self.stops: dict[int, int | str | None] = {}
-        self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in the plan's order
-        self._num_collected = 0  # of these tasks
-        self._iteration = self._reported = -1  # the latest with a token that was collected, and that was reported
-        self._fresh = 0  # tokens that are not reported
-        self._num_finite = 0  # tokens of finite logits
-        self._not_finite: dict[int, Failure] = {}  # by request that runs
+        self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in plan order
+        self._num_collected = 0  # number of collected store_out tasks
+        self._iteration = self._reported = -1  # latest iteration with a collected, and with a reported, token
+        self._fresh = 0  # number of tokens not yet reported
+        self._num_finite = 0  # number of tokens whose logits were finite
+        self._not_finite: dict[int, Failure] = {}  # running requests with non-finite logits
         self._stopped_requests: set[int] = set()
         if queue:
             queue.on_leave = _forgetting(self._stopped_requests, queue.on_leave)
         self._first: list[tuple[int, int]] = []  # (layer, ordinal) of the last task of each step of the first iteration
 
     def first_share(self) -> float:
-        """Return the share of the first iteration's layers and steps that is computed."""
+        """Return the share of the first iteration that is computed, in layers of steps."""
         wave, passed = self.executor.wave, self.clock.lanes["compute"].passed
         steps = max(len(wave.mini_batches), sum(layer == 0 for layer, _ in self._first))
         return sum(ordinal < passed for _, ordinal in self._first) / (steps * wave.shape.num_layers)
@@ -373,16 +377,17 @@ class _Collector:
         return any(control.stop_ids(request) or control.stop_text(request) for request in requests)
 
     def stops_until(self, _iteration: int, num_steps: int) -> Collection[int]:
-        """Return the requests that stopped in the first ``num_steps`` sampling steps, once known; all if the run shall
-        stop."""
+        """Wait for ``num_steps`` sampling steps; return the requests that have stopped (all, if the run shall stop)."""
         self.collect(num_steps)
         if self.control.should_stop and self.control.should_stop():
             return range(self.num_requests)
         return self._stopped_requests
 
     def collect(self, num_steps: int | None = None) -> None:
-        """Take the tokens of the first sampling steps (None: of all) once they are known. They are reported once an
-        iteration; those of its last steps with the next one's."""
+        """Wait for the tokens of the first ``num_steps`` sampling steps (default: all), and store them.
+
+        Tokens are reported once per iteration. Tokens of its last steps may be reported with the next iteration.
+        """
         while self._pending and (num_steps is None or self._num_collected < num_steps):
             task, ordinal = self._pending.pop(0)
             self._num_collected += 1
@@ -394,7 +399,7 @@ class _Collector:
             sampled, noted = self.executor.tokens_of(step), self.executor.logprobs.take(step)
             for request, token in zip(step.queued.tolist(), sampled.tolist(), strict=True):
                 if request in self._stopped_requests:
-                    continue  # the surplus token of a stop that was seen an iteration late
+                    continue  # a token computed before its request's stop was known
                 if self.num_given.get(request):
                     self.num_given[request] -= 1
                     continue
@@ -420,8 +425,10 @@ class _Collector:
         self._report(num_steps is None)
 
     def _no_token(self, request: int) -> int:
-        """Record that a request's logits are not finite; return a placeholder token. Raise InputError if many requests
-        began like this and none has a token: the model is broken."""
+        """Record that a request's logits are not finite; return a placeholder token.
+
+        Raise InputError if this happened to BROKEN_REQUESTS requests and no token of any request was finite.
+        """
         name = self.executor.weights.dtype_name
         text = (
             f"the model's logits are not finite numbers in {name}: the checkpoint holds weights that are not, or "
@@ -437,7 +444,7 @@ class _Collector:
         return None if error is None else Failure(f"the structured output cannot go on: {error}")
 
     def _report(self, is_last: bool = False) -> None:
-        """Report how many tokens are new, if some belong to an unreported iteration (``is_last``: to any)."""
+        """Report the number of new tokens, once per iteration; ``is_last``: also if this iteration was reported."""
         if self._iteration == self._reported and not is_last or not self._fresh:
             return
         count, self._fresh, self._reported = self._fresh, 0, self._iteration
@@ -448,14 +455,14 @@ class _Collector:
             self.control.on_tokens(count)
 
     def _stop_with(self, request: int, token: int) -> int | str | None:
-        """Return what ends the request with this token: the token itself, a text that it completes, or None."""
+        """Return the stop that a token causes: the token id, the stop text that it completes, or None."""
         if token in self.control.stop_ids(request):
             return token
         stop_text = self.control.stop_text(request)
         return stop_text(token) if stop_text else None
 
     def results(self) -> tuple[list[list[int]], list[int | str | None]]:
-        """Return the tokens and stops of all requests; none where each was handed on when it ended."""
+        """Return the tokens and stops of all requests; nothing if ``control.forget``."""
         if self.control.forget:
             return [], []
         requests = range(self.num_requests)

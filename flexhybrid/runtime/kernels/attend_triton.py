@@ -1,21 +1,22 @@
-"""Decode attention on CUDA that reads keys and values where they lie: in pools, loaded slots, recomputed rows and those
-of the new tokens. Nothing is laid side by side, nothing is padded, and no mask is made.
+"""Decode attention on CUDA that reads keys and values in place: in pools, loaded slots, recomputed and projected rows.
 
-A **table** on the device says where each request's blocks of 16 tokens lie; it is made once a step and serves all its
-layers. A **program** takes one request, one key head and a tile of its queries, and of the request's blocks an even
-share (flash-decoding: Dao et al. 2023). It reads keys and values once, with the running softmax of Milakov and
-Gimelshein 2018. Where several programs share a context, what each gives is kept in float32, and a second kernel adds it
-up. In how many parts a context is read follows from the step alone, not from the GPU.
+It copies and pads no context, and makes no mask.
 
-**Sizes** are the fastest of 72 measured on an H200, when keys still came two bytes at a time; not measured since. A key
-head with one query multiplies and adds without tensor cores, which it would fill to a sixteenth, and a program of it is
-a single warp with a block: warps that wait for each other at every sum took nearly twice as long. Many queries take
-16 KiB of keys and as many of values, and two warps.
+A **table** on the device has the place of each request's blocks of 16 tokens. It is made once per step, for all layers.
+A **program** processes one request, one key head, a tile of its queries, and an equal share of the request's blocks
+(flash-decoding: Dao et al. 2023). It reads keys and values once, with the running softmax of Milakov and Gimelshein
+2018. If several programs share a context, their results are stored in float32, and a second kernel adds them up. The
+number of parts of a context depends on the step only, not on the GPU.
+
+**Sizes** are the fastest of 72 measured on an H200, at a time when keys were loaded two bytes at a time; they were not
+measured again. A key head with one query uses no tensor cores, which it would fill to 1/16. Its programs have one warp
+and few blocks: more warps, which wait for each other at every sum, took nearly twice as long. Programs with several
+queries load 16 KiB of keys and of values at a time, with two or more warps.
 
 **Parameters.** A kernel takes pointers, strides and constants one by one.
 """
 
-# Triton's stubs have dtypes as values, and a jitted function as one that never returns.
+# Triton's stubs declare dtypes as values, and jitted functions as never returning.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -35,17 +36,16 @@ from flexhybrid.runtime.kernels.attention import Assembled, Extent, ScoreRule, W
 from flexhybrid.runtime.kernels.compiled import demand
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Tensors that hold the blocks of a step: pools of the device, a loaded slot, recomputed rows, unpacked ones, projected
-#: ones. A block's entry has 3 bits for its memory.
+#: Limit of tensors with blocks of a step: pools of the device, a loaded slot, and recomputed, dequantized and projected
+#: rows. A block's entry has 3 bits for its memory.
 MEMORIES = tl.constexpr(7)
 BLOCK = tl.constexpr(BLOCK_TOKENS)
-ALIGNED_BYTES = tl.constexpr(16)  #: of the widest load
-#: Programs that fill a large GPU, and least blocks of a context for each: with one query per key head, and with
-#: several.
+ALIGNED_BYTES = tl.constexpr(16)  #: size of the widest load
+#: Whether there is one query per key head -> programs that fill a large GPU, and minimum of blocks per program.
 SPLITS = {True: (4096, 4), False: (1024, 8)}
-MOST_PARTS = 128  #: of a context
+MOST_PARTS = 128  #: limit of a context's parts
 PARTS, PARTS_AT_A_TIME = tl.constexpr(MOST_PARTS), tl.constexpr(16)
-TILE_ELEMENTS = 4096  #: of queries, and of what they get
+TILE_ELEMENTS = 4096  #: limit of elements in a tile of queries
 ALIGNMENT_VARIES = ("queries", "memories", "starts", "places", "kinds", "sinks", "target", "sums")
 ADDING = {"num_warps": 4, "num_stages": 2}
 
@@ -53,30 +53,34 @@ ADDING = {"num_warps": 4, "num_stages": 2}
 class BlockTable(NamedTuple):
     """The places of a step's blocks, on the device."""
 
-    starts: torch.Tensor  #: [B + 1] int64: a request's first place in the others, and the one behind its last
+    starts: torch.Tensor  #: [B + 1] int64: index of each request's first block in ``places``; and the end
     places: torch.Tensor  #: [n] int64: a block's first element in its memory
-    #: [n] int64: its memory | filled tokens << 3 | hidden ones << 8 | whether it is head-major << 13, or projected rows
-    #: with their queries << 14
+    #: [n] int64: memory | filled tokens << 3 | hidden tokens << 8 | block is head-major << 13 | block consists of
+    #: projected rows, which include queries << 14
     kinds: torch.Tensor
-    groups: int  #: key heads
-    most: int  #: blocks of the request that has the most
-    parts: tuple[int, ...]  #: of each memory the first extent in it
-    reach: tuple[int, ...] = ()  #: of each memory the most of ``Extent.reach``
-    row: int = 0  #: elements of a projected row, where blocks are made of them
+    groups: int  #: number of key heads
+    most: int  #: maximum of a request's blocks
+    parts: tuple[int, ...]  #: index of the first extent in each memory
+    reach: tuple[int, ...] = ()  #: maximum of ``Extent.reach`` in each memory
+    row: int = 0  #: number of elements in a projected row; 0 if there are none
 
     def attend(
         self, q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attend with one query a request over its whole context, the rule's sinks included; return [B, H·d] in the
-        queries' dtype. ``memories``: of each of the table's extents, as it was made, a contiguous tensor that holds it;
-        ``out``: [B, H·d], takes the result."""
+        """Attend with one query per request to its whole context and to the rule's sinks.
+
+        ``memories``: for each extent of the table, the contiguous tensor that holds it. Return [B, H·d] in the queries'
+        dtype, in ``out`` if given.
+        """
         return _attended(q_BHd, memories, self, rule, None, out=out)[0].flatten(1)
 
     def attend_and_sum(
         self, q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule, parts: int | None = None
     ) -> Weighed:
-        """Attend as ``attend`` does, without sinks; return float32 [B, G, r, d], and the logarithm of its divisor, [B,
-        G, r]. ``parts``: in how many each context is read (default: enough to fill a GPU)."""
+        """Attend without sinks; return the results [B, G, r, d] and log(denominator) [B, G, r], both float32.
+
+        ``parts``: number of parts of each context (default: ``num_parts``).
+        """
         sums = q_BHd.new_empty(q_BHd.shape[:2], dtype=torch.float32)
         attended, _ = _attended(q_BHd, memories, self, rule._replace(sinks_H=None), sums, parts)
         by_head = (self.groups, q_BHd.shape[1] // self.groups)
@@ -89,12 +93,15 @@ def table_of(
     sizes: tuple[int, int],
     to_device: Callable[[np.ndarray], torch.Tensor],
 ) -> BlockTable:
-    """Return the table of contexts with a part in each extent. ``names``: of the extents' memories, equal if shared;
-    ``sizes``: key heads and elements of a head. Raise ValueError for more memories than kernels take."""
+    """Return the table of contexts with a part in each extent.
+
+    ``names``: a name for each extent's memory. ``sizes``: key heads, elements per head. Raise ValueError if the extents
+    have more than MEMORIES memories.
+    """
     groups, d = sizes
     order = list(dict.fromkeys(names))
     if len(order) > MEMORIES.value:
-        raise ValueError(f"keys and values lie in {len(order)} memories, kernels read {MEMORIES.value}")
+        raise ValueError(f"keys and values are in {len(order)} memories; kernels read {MEMORIES.value}")
     places, kinds, present = [], [], []
     for extent, name in zip(extents, names, strict=True):
         first = np.arange(extent.blocks.shape[1]) * BLOCK_TOKENS
@@ -126,8 +133,10 @@ def _attended(
     parts: int | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what queries [B, H, d] get, in their dtype; with ``sums`` [B, H] to be written, in float32. ``out``:
-    [B, H·d], takes it."""
+    """Return the results of queries [B, H, d], in ``out`` [B, H·d] if given, and ``sums``.
+
+    The results are float32 if ``sums`` [B, H] is given, which takes log(denominator); else they have the queries' dtype.
+    """
     batch, heads, d = query.shape
     if query.stride()[1:] != (d, 1):
         query = query.contiguous()
@@ -144,7 +153,7 @@ def _attended(
 
 
 def num_parts(batch: int, heads: int, table: BlockTable) -> int:
-    """Return in how many parts each request's context is read: of many queries in one, that of a few in several."""
+    """Return the number of parts in which programs read each request's context: more for fewer queries."""
     items = batch * table.groups
     programs, least = SPLITS[heads == table.groups]
     return max(1, min(programs // items, PARTIAL_ROWS // (batch * heads), table.most // least, MOST_PARTS))
@@ -158,8 +167,11 @@ def launch(
     given: tuple[torch.Tensor, torch.Tensor | None],
     partial: torch.Tensor | None,
 ) -> None:
-    """Enqueue the kernels. ``given``: [B, H, d] and, if requested, [B, H]; ``partial``: float32 [B · H, parts,
-    ``partial_elements``], weighted values, highest score and sum of weights."""
+    """Enqueue the kernels. ``given``: tensors for results [B, H, d] and, if wanted, log(denominator) [B, H].
+
+    ``partial``: float32 [B · H, parts, ``partial_elements``], for the weighted values, highest score and sum of weights
+    of each part; None if there is one part.
+    """
     (batch, heads, d), (target, sums) = query.shape, given
     alike = all(of.dtype == query.dtype and of.is_contiguous() and of.device == query.device for of in memories)
     fits = all(map(lambda of, last: of.numel() >= last + d, memories, table.reach))
@@ -188,8 +200,7 @@ def launch(
 
 
 def tile_sizes(queries: int, width: int, itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the queries of a program, padded, whether tensor cores multiply them, and the blocks it has in work; and
-    the options that it is compiled with."""
+    """Return the constants of a program (padded number of queries, use of tensor cores, blocks at a time), and options."""
     if queries == 1:
         blocks, warps = max(1, 2048 // (width * BLOCK_TOKENS)), max(1, width // 128)
         return {"TILE": 1, "PRODUCTS": False, "BLOCKS": blocks}, {"num_warps": warps, "num_stages": 2}
@@ -234,23 +245,23 @@ def _attend_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
         apart = tl.where((kind >> 14 & 1) != 0, (2 + QUERIES) * GROUPS * D, 2 * GROUPS * D)
         keys = base + place + tl.where(head_major, head * BLOCK * D + token * D, head * D + token * apart)
         values = keys + tl.where(head_major, GROUPS * BLOCK * D, GROUPS * D)
-        # A hint counts for the operation that makes its value: one for what a function returns is lost with the call.
+        # Hint here, next to the operation that makes the value: a hint inside a function is lost at its end.
         keys, values = tl.multiple_of(keys, [ALIGNED]), tl.multiple_of(values, [ALIGNED])
         seen = (token >= (kind >> 8 & 31)) & (token < (kind >> 3 & 31))
         read = seen[:, None] & (dim < D)[None, :]
         k = tl.load(keys[:, None] + dim[None, :], mask=read, other=0.0)
         v = tl.load(values[:, None] + dim[None, :], mask=read, other=0.0)
-        index += BLOCKS  # the next entries come while keys are multiplied
+        index += BLOCKS  # load the next entries while keys are multiplied
         next_kind, next_place = _entries(kinds, places, index, last)
         if PRODUCTS:
             scores = tl.dot(own, tl.trans(k), input_precision="ieee") * scaling
         else:
             scores = tl.sum(own[:, None, :] * k.to(tl.float32)[None, :, :], 2) * scaling
-        if SOFTCAP:  # the hyperbolic tangent
+        if SOFTCAP:  # softcap * tanh(scores / softcap)
             scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
         scores = tl.where(seen[None, :], scores, float("-inf"))
         highest = tl.maximum(peak, tl.max(scores, 1))
-        finite = tl.where(highest == float("-inf"), 0.0, highest)  # of what is hidden the difference stays -inf
+        finite = tl.where(highest == float("-inf"), 0.0, highest)  # hidden scores stay -inf, not NaN
         weights, scale = tl.exp(scores - finite[:, None]), tl.exp(peak - finite)
         peak, total = highest, total * scale + tl.sum(weights, 1)
         if PRODUCTS:
@@ -271,14 +282,14 @@ def _attend_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
 
 @triton.jit
 def _entries(kinds, places, index, last):
-    """Return the kinds and places of blocks; those from ``last`` on have no tokens."""
+    """Return the kinds and places of blocks. Blocks from ``last`` on have no tokens."""
     kind = tl.load(kinds + index, mask=index < last, other=0).to(tl.int32)
     return kind, tl.load(places + index, mask=index < last, other=0)
 
 
 @triton.jit
 def _by_token(of, BLOCKS: tl.constexpr):
-    """Return what there is of each block, or of each token already, for each token."""
+    """Repeat a value per block for each of its tokens. A value per token stays unchanged."""
     if of.shape[0] == BLOCKS:
         of = tl.reshape(tl.broadcast_to(of[:, None], [BLOCKS, BLOCK]), [BLOCKS * BLOCK])
     return of
@@ -318,8 +329,8 @@ def _add_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
 def _give(  # noqa: PLR0913 (a kernel takes pointers and constants)
     attended, peak, total, rows, real, sinks, target, sums, D: tl.constexpr, SINKS: tl.constexpr, SUMS: tl.constexpr
 ):  # fmt: skip
-    """Write weighted values, divided by the sums of their weights; a query that sees nothing gets zeros."""
-    if SINKS:  # a score without a value
+    """Write the weighted values divided by the sum of weights; zeros for a query that sees nothing."""
+    if SINKS:  # a sink is a score without a value
         sink = tl.load(sinks, mask=real, other=0.0).to(tl.float32)
         highest = tl.maximum(peak, sink)
         scale = tl.exp(peak - highest)
@@ -333,8 +344,11 @@ def _give(  # noqa: PLR0913 (a kernel takes pointers and constants)
 
 
 def prove(device: torch.device, dtype: torch.dtype, queries: int, d: int) -> None:
-    """Raise RuntimeError if the kernels differ from plain torch on this device, for ``queries`` per key head and heads
-    of ``d`` elements: both block layouts, a part in a window, one part and two."""
+    """Raise RuntimeError if the kernels' results differ from plain torch's on this device.
+
+    ``queries``: query heads per key head; ``d``: elements per head. Trials have all block layouts, hidden tokens, and
+    one or two parts.
+    """
     generator = torch.Generator().manual_seed(0)
     groups, tokens = 2, np.array([37, 5])
     width = groups * d

@@ -20,12 +20,12 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.work import PREFILL_QUERIES
 from flexhybrid.runtime.kernels.compiled import demand
 
-#: What attention gives [B, G, Q, d], and the logarithm of the sum that it was divided by [B, G, Q]; in float32.
+#: Attention output [B, G, Q, d], and log(denominator of the softmax) [B, G, Q]; both float32.
 Weighed = tuple[torch.Tensor, torch.Tensor]
 
 
 class ScoreRule(NamedTuple):
-    """How q·k changes before the softmax: ``AttentionKind`` with its numbers."""
+    """How scores q·k change before the softmax: an ``AttentionKind`` with the values of a layer."""
 
     scaling: float
     softcap: float | None = None
@@ -33,16 +33,15 @@ class ScoreRule(NamedTuple):
 
     @property
     def changes_scores(self) -> bool:
-        """Return whether it does more than scaling, which ``Path`` cannot."""
+        """Return whether the rule does more than scale; a ``Path`` can only scale."""
         return self.softcap is not None or self.sinks_H is not None
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores within the softcap; the same memory."""
+        """Apply the softcap to scores in place; return them."""
         return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def with_sinks(self, own: Weighed) -> None:
-        """Add the sinks to the sums that divided ``own``: once, after all parts of a context. Queries are [B, G,
-        r·…]."""
+        """Add the sinks to the softmax of ``own`` (queries [B, G, r·…]); call this once, after all parts of a context."""
         if self.sinks_H is not None:
             attended, sums = own
             by_head = sums.unflatten(2, (len(self.sinks_H) // sums.shape[1], -1))
@@ -51,14 +50,14 @@ class ScoreRule(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The places of a part of each context in a memory, in elements. A block has 16 places; only filled ones count."""
+    """Where a part of each context is in a memory, in elements. A block has places for 16 tokens."""
 
     blocks: np.ndarray  #: [B, n] int64: the first element of each block of 16 tokens
     tokens: np.ndarray  #: [B] int64
-    token_stride: int  #: from a token to the next one of its block
-    head_stride: int  #: from a head's keys to the next head's
-    values: int  #: from a token's keys to its values
-    hidden: np.ndarray | None = None  #: [B, n] first tokens of each block that do not count, 0 to 16; None: none
+    token_stride: int  #: distance from a token to the next token of its block
+    head_stride: int  #: distance from a head's keys to the next head's keys
+    values: int  #: distance from a token's keys to its values
+    hidden: np.ndarray | None = None  #: [B, n] number of hidden first tokens in each block, 0 to 16; None: all 0
 
     @property
     def seen(self) -> np.ndarray:
@@ -72,7 +71,7 @@ class Extent(NamedTuple):
         return self._replace(blocks=self.blocks[rows], tokens=self.tokens[rows], hidden=hidden)
 
     def reach(self, kernel: str, groups: int) -> int:
-        """Return where in its memory the last head begins that a kernel may read; -1: it reads none."""
+        """Return the first element of the last head that a kernel may read; -1 if it reads nothing."""
         blocks, tokens, hidden = self.blocks, self.tokens, self.hidden
         most = int(tokens.max(initial=0))
         demand(
@@ -95,35 +94,37 @@ def split_heads(shape: ModelShape, kvq: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 class Assembled(NamedTuple):
-    """Contexts side by side: keys and values [B, G, T, d], those of the new tokens last."""
+    """Contexts padded to equal length: keys and values [B, G, T, d]; the new tokens come last."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    mask: torch.Tensor | None = None  #: [B, 1, 1 or N, T], adds -inf to padding and tokens out of sight
+    mask: torch.Tensor | None = None  #: [B, 1, 1 or N, T], added to scores: -inf for padding and hidden tokens
 
 
 class Path(Protocol):
-    """Attends with new tokens over their context -> [B, N, H·d], causal among the new ones. ``scaling``: factor of
-    scores (default: d^-0.5)."""
+    """A function that attends from new tokens to their context, causally among the new tokens: [B, N, H·d].
+
+    ``scaling``: factor of scores (default: d^-0.5).
+    """
 
     def __call__(self, q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None) -> torch.Tensor: ...
 
 
 class SlidingWindow(NamedTuple):
-    """A sliding window over columns in any order: a token sees the last ``tokens`` positions up to its own."""
+    """A sliding window over columns in any order: a token sees the latest ``tokens`` positions, its own included."""
 
     tokens: int
-    queries_BN: torch.Tensor  #: positions of the new tokens; [1, N] where they are the same for all requests
-    columns_BT: torch.Tensor  #: positions of the columns, likewise
+    queries_BN: torch.Tensor  #: positions of the new tokens; [1, N] if all requests have the same
+    columns_BT: torch.Tensor  #: positions of the columns; [1, T] if all requests have the same
 
     def mask(self, new: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return the mask to add to the new tokens' scores: [B or 1, 1, N, T]."""
+        """Return a mask to add to scores of new tokens and columns: [B or 1, 1, N, T]."""
         hidden = self.columns_BT[:, None, columns] <= self.queries_BN[:, new, None] - self.tokens
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)[:, None]
 
 
 def fused(q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None) -> torch.Tensor:
-    """Attend as ``Path`` says, by scaled_dot_product_attention."""
+    """Attend by torch's scaled_dot_product_attention. A ``Path``."""
     k_BGTd, v_BGTd, mask = context
     (batch, new, heads, d), (groups, tokens) = q_BNHd.shape, k_BGTd.shape[1:3]
     if new == tokens and mask is None:
@@ -142,9 +143,11 @@ def fused(q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None
 
 
 def reads_groups(q_BHNd: torch.Tensor, k_BGNd: torch.Tensor, v_BGNd: torch.Tensor) -> bool:
-    """Return whether CUDA's flash attention attends causally, reading a group's keys in place. Other kernels repeat
-    keys for every query head, or store all scores. With more columns than queries the last are aligned, which it cannot
-    express."""
+    """Return whether CUDA's flash attention can attend causally and read a group's keys in place.
+
+    Other kernels repeat keys for every query head, or store all scores. torch's check allows no causal mask for more
+    columns than queries, so it is asked without one then.
+    """
     if not q_BHNd.is_cuda:
         return False
     square = q_BHNd.shape[2] == k_BGNd.shape[2]
@@ -154,8 +157,10 @@ def reads_groups(q_BHNd: torch.Tensor, k_BGNd: torch.Tensor, v_BGNd: torch.Tenso
 def attend_and_weigh(
     q_BHd: torch.Tensor, context: Assembled, scaling: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with one query per request by two matrix products around a softmax; return a ``Path``'s result, [B, H·d],
-    and the attention weights [B, G, r, T]. The query is scaled, as the smallest operand."""
+    """Attend with one query per request by two matrix products around a softmax.
+
+    Return the result [B, H·d] and the attention weights [B, G, r, T]. The query is scaled, as the smallest operand.
+    """
     k_BGTd, v_BGTd, mask_B11T = context
     folded = q_BHd.view(len(q_BHd), k_BGTd.shape[1], -1, q_BHd.shape[-1])
     scores = torch.matmul(folded * (scaling or folded.shape[-1] ** -0.5), k_BGTd.transpose(-1, -2))
@@ -166,10 +171,9 @@ def attend_and_weigh(
 
 
 def attention_sums(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Return the attention weight that each token of a prompt gets from all its tokens and all r query heads of a group
-    together: float32 [B, G, N].
+    """Return the attention weights that each prompt token gets, summed over queries and query heads of a group.
 
-    Prompts are padded on the right to N; the weights of padding's own queries do not count.
+    The result is float32 [B, G, N]. Prompts are padded on the right to N; queries of padding do not count.
     """
     batch, new, heads, d = q_BNHd.shape
     groups = k_BNGd.shape[2]
@@ -188,9 +192,9 @@ def attention_sums(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, lengths_B: torch.
 
 
 def products(q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None) -> torch.Tensor:
-    """Attend as a ``Path``, by two matrix products around a softmax.
+    """Attend by two matrix products around a softmax. A ``Path``.
 
-    Blocks of queries attend one after another, each over the columns before its end, so that not all scores are stored.
+    Blocks of queries attend one after another, each to the columns before its end, so that not all scores are stored.
     """
     if q_BNHd.shape[1] == 1:
         return attend_and_weigh(q_BNHd[:, 0], context, scaling)[0][:, None]
@@ -215,19 +219,20 @@ def products(q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = N
 
 
 def flash(q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None) -> torch.Tensor:
-    """Attend as a ``Path``: on CUDA by flash attention, which stores no scores, if no column is masked; otherwise by
-    ``products``."""
+    """Attend by CUDA's flash attention, which stores no scores, if it can; otherwise by ``products``. A ``Path``."""
     q_BHNd, (k_BGTd, v_BGTd, mask) = q_BNHd.transpose(1, 2), context
     if mask is not None or q_BNHd.shape[-1] % 8 or not reads_groups(q_BHNd, k_BGTd, v_BGTd):
         return products(q_BNHd, context, scaling)
-    # What causal_lower_right (torch.nn.attention.bias) comes to, without the tensor of its own of 8 bytes a score.
+    # The same call as with causal_lower_right (torch.nn.attention.bias), which would make a tensor of 8 bytes per score.
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
     return flash_attention(q_BHNd, k_BGTd, v_BGTd, 0.0, True, scale=scaling)[0].transpose(1, 2).flatten(2)
 
 
 def in_float32(path: Path) -> Path:
-    """Return a path in float32, for a processor without 16-bit products. WIDENED_ELEMENTS elements of keys, which a
-    CPU's caches hold, are widened at a time."""
+    """Return a path that computes in float32, for processors without 16-bit products.
+
+    It converts WIDENED_ELEMENTS elements of keys at a time, which fit a CPU's caches.
+    """
 
     def attend(q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None) -> torch.Tensor:
         (k_BGTd, v_BGTd, mask), (batch, groups, tokens, d) = context, context.keys.shape
@@ -250,17 +255,17 @@ def in_float32(path: Path) -> Path:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in float32, its elements side by side; itself where it is so."""
+    """Return the tensor in contiguous float32; the tensor itself if it is that."""
     return tensor.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def attend_in_window(
     path: Path, q_BNHd: torch.Tensor, context: Assembled, window: SlidingWindow, scaling: float | None = None
 ) -> torch.Tensor:
-    """Attend as a path does, within the window alone.
+    """Attend by a path within a window.
 
-    Blocks of queries attend one after another, each over the columns before its end; if all columns are new tokens,
-    those before its window are skipped.
+    Blocks of queries attend one after another, each to the columns before its end. If all columns are new tokens,
+    columns before the block's window are skipped.
     """
     new, tokens, attended = q_BNHd.shape[1], context.keys.shape[2], []
     for start in range(0, new, PREFILL_QUERIES):
@@ -274,7 +279,7 @@ def attend_in_window(
     return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
 
-#: The ways to attend, by name: which is the fastest, a machine, its library and the dtype decide.
+#: The ways to attend, by name. The fastest one depends on the machine, its libraries and the dtype.
 PATHS: dict[str, Path] = {
     "fused": fused,
     "products": products,

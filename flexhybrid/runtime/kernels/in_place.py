@@ -1,9 +1,9 @@
-"""Decode attention on a CPU that reads keys and values in place: in pools, loaded slots and recomputed rows.
+"""Decode attention on a CPU that reads keys and values where they are: in pools, loaded slots and recomputed rows.
 
-Contexts are neither assembled nor padded: a mini-batch may hold requests of any lengths. numba's kernels attend
-(``compiled.attention``); plain torch does without numba, and where scores have a softcap.
+Contexts are not copied or padded, so a mini-batch may have requests of any lengths. numba's kernels attend
+(``compiled.attention``). Plain torch attends if numba is missing or if the scores have a softcap.
 
-Shapes: B requests, G key/value heads, r query heads for each, d head size. An item is a request and a key head.
+Shapes: B requests, G key/value heads, r query heads per key head, d head size. An item is a request and a key head.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Weighed
 from flexhybrid.runtime.kernels.compiled import Share, deal, demand
 from flexhybrid.runtime.kernels.shared_attention import weigh
 
-#: Products of query and key elements below which one thread does all. Handing over takes about 90 us; in 200 us, of
-#: which a second thread would save half, a thread of an AMD EPYC (Zen 3) does 0.5 million if each query has its own
-#: keys, 1.5 million if eight share them.
+#: Fewer products of query and key elements than this are left to one thread. A second thread would save half of 200 µs,
+#: but handing work to it takes about 90 µs. In 200 µs, a thread of an AMD EPYC (Zen 3) computes 0.5 million products if
+#: each query has its own keys, 1.5 million if eight queries share keys.
 SHARED_PRODUCTS = 1 << 20
 
 OfItems = Callable[[int, int], None]  #: attends with the queries of items [first, end)
 
 
 class Parts(NamedTuple):
-    """The places of contexts, part by part: the same in every layer of a step.
+    """Where the parts of each context are in memory; the same for every layer of a step.
 
-    ``memories`` of the methods: of each part a contiguous tensor that holds it, all of one dtype.
+    The methods take ``memories``: one contiguous tensor per part, all of the same dtype.
     """
 
     tokens: np.ndarray  #: [parts, B] int64
-    blocks: np.ndarray  #: [2, ·] the blocks of all extents, one after the other, and their hidden tokens
-    #: [parts, 5] int64: of an extent its first place in ``blocks``, the places of a request, and its three strides
+    blocks: np.ndarray  #: [2, ·] first elements of the blocks of all extents, and hidden tokens of each block
+    #: [parts, 5] int64: first column in ``blocks``, columns per request, strides of token and head, distance to values
     strides: np.ndarray
-    bounds: list[int]  #: of the ranges of items that threads take
+    bounds: list[int]  #: bounds of the threads' ranges of items
     groups: int
     reach: list[int]  #: ``Extent.reach`` of each part
     share: Share = map  #: deals ranges of items to threads
@@ -48,16 +48,20 @@ class Parts(NamedTuple):
     def attend(
         self, q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attend with one query a request over its whole context, the rule's sinks included; return [B, H·d] in the
-        queries' dtype. ``out``: [B, H·d], takes the result."""
+        """Attend with one query per request to its whole context and to the rule's sinks.
+
+        Return [B, H·d] in the queries' dtype, in ``out`` if given.
+        """
         weighed = self.attend_and_sum(q_BHd, memories, rule)
         rule.with_sinks(weighed)
         attended = weighed[0].view(len(q_BHd), -1).to(q_BHd.dtype)
         return attended if out is None else out.copy_(attended)
 
     def attend_and_sum(self, q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule) -> Weighed:
-        """Attend as ``attend`` does, without sinks; return float32 [B, G, r, d], and the logarithm of its divisor,
-        [B, G, r]."""
+        """Attend without sinks. Return the results [B, G, r, d] and log(denominator of the softmax) [B, G, r].
+
+        Both are float32.
+        """
         (batch, heads, d), groups = q_BHd.shape, self.groups
         query = q_BHd if q_BHd.stride()[1:] == (d, 1) else q_BHd.contiguous()
         attended = torch.empty(batch, groups, heads // groups, d, dtype=torch.float32)
@@ -69,8 +73,10 @@ class Parts(NamedTuple):
     def _by_kernels(
         self, query: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule, out: Weighed
     ) -> OfItems:
-        """Return numba's kernels, which use addresses: the caller holds all tensors. Raise ValueError if they would
-        leave these memories."""
+        """Return a function that attends by numba's kernels. Raise ValueError if they would access other memory.
+
+        The kernels get addresses, so the caller must keep all tensors alive.
+        """
         from flexhybrid.runtime.kernels.compiled.attention import KINDS, attend_items
 
         (batch, heads, d), groups = query.shape, self.groups
@@ -90,13 +96,15 @@ class Parts(NamedTuple):
     def _by_torch(
         self, query: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule, out: Weighed
     ) -> OfItems:
-        """Return the same in plain torch, over float32 copies of a request's keys and values: of several heads, while
-        they have WIDENED_ELEMENTS each."""
+        """Return a function that attends by plain torch.
+
+        It copies a request's keys and values to float32, for as many heads at a time as WIDENED_ELEMENTS allow.
+        """
         d, (attended, sums) = query.shape[-1], out
         queries = query.unflatten(1, (self.groups, -1)).float()
         rows = [memory.view(-1, d).view(torch.uint8).numpy() for memory in memories]
 
-        @torch.inference_mode()  # it applies to the calling thread alone, and those of a pool are others
+        @torch.inference_mode()  # the mode is per thread, and a pool has other threads
         def of_items(first: int, end: int) -> None:
             for request in range(first // self.groups, -(-end // self.groups)):
                 item, places = request * self.groups, self._tokens_of(request)
@@ -118,8 +126,7 @@ class Parts(NamedTuple):
         return of_items
 
     def _tokens_of(self, request: int) -> list[tuple[np.ndarray, int, int]]:
-        """Return the first elements of a request's tokens [T] in each part that are not hidden, elements from a head to
-        the next, and from keys to values."""
+        """Return, for each part, the first elements of a request's visible tokens [T], head stride, and ``values``."""
         found, inside = [], np.arange(BLOCK_TOKENS)
         for tokens, (begin, most, token_stride, *strides) in zip(self.tokens[:, request], self.strides, strict=True):
             begin, count = begin + request * most, ceil_blocks(tokens)
@@ -137,8 +144,11 @@ def layout_of(
     share: Share = map,
     by_kernels: bool = True,
 ) -> Parts:
-    """Return the layout of contexts that have a part in each extent, for ``num_threads`` threads, which ``share`` deals
-    to; ``width``: elements of the queries of a key head, where there are several threads."""
+    """Return the layout of contexts that have a part in each extent.
+
+    ``groups``: number of key heads. ``num_threads``: number of threads, which ``share`` hands items to. ``width``:
+    elements of a key head's queries (r · d); needed only with several threads.
+    """
     first, strides, reach = 0, [], [extent.reach("attend_items", groups) for extent in extents]
     for extent in extents:
         strides.append((first, extent.blocks.shape[1], extent.token_stride, extent.head_stride, extent.values))
@@ -155,7 +165,7 @@ def layout_of(
 
 
 def bounds_of(tokens_B: np.ndarray, groups: int, num_threads: int, width: int) -> list[int]:
-    """Return bounds of ranges of items with about equal tokens, one per thread."""
+    """Return the bounds of one range of items per thread; ranges have about equal numbers of tokens."""
     if num_threads == 1 or tokens_B.sum() * groups * width < SHARED_PRODUCTS:
         return [0, len(tokens_B) * groups]
     until = np.cumsum(np.repeat(tokens_B, groups))
@@ -165,7 +175,7 @@ def bounds_of(tokens_B: np.ndarray, groups: int, num_threads: int, width: int) -
 
 @cache
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile the kernels for a compute dtype, or load compiled ones: about 10 seconds, or 1."""
+    """Compile the kernels for a compute dtype (about 10 s), or load compiled ones (about 1 s)."""
     from flexhybrid.runtime.kernels.compiled.attention import LANES
 
     block = torch.zeros(2, BLOCK_TOKENS, LANES, dtype=dtype)

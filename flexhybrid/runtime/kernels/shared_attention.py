@@ -1,7 +1,7 @@
-"""Attention over shared context: common keys are read once for all requests.
+"""Attention to shared contexts: the keys of a shared part are read once for all its requests.
 
-A request attends separately to its own context and to each shared part; results are combined by the sums of their
-exponentials (Juravsky et al. 2024, "Hydragen", eq. 3 and 5). Shapes as in ``attention``; g common parts, each of m
+A request attends separately to its own context and to each shared part. The results are combined by the softmaxes'
+denominators (Juravsky et al. 2024, "Hydragen", eq. 3 and 5). Shapes as in ``attention``; g shared parts, each of m
 requests.
 """
 
@@ -15,7 +15,7 @@ import torch
 from flexhybrid.runtime.buffers import SharedPart
 from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, Assembled, ScoreRule, SlidingWindow, Weighed
 
-#: On a CPU: attends in one pass over the keys, sums in float32, and gives the logarithms of the sums too.
+#: A CPU's attention in one pass over the keys. It sums in float32, and also returns log(denominator).
 _in_one_pass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -26,7 +26,7 @@ def attend_in_parts(
     rule: ScoreRule,
     window: SlidingWindow | None = None,
 ) -> torch.Tensor:
-    """Attend as a ``Path`` does over ``own`` and ``shared`` contexts, by any rule and in any window: [B, N, H·d]."""
+    """Attend like a ``Path`` to ``own`` and ``shared`` contexts, by any rule and in any window: [B, N, H·d]."""
     keys, values, mask_B11T = own
     batch, new, heads, d = q_BNHd.shape
     q = grouped(q_BNHd, keys.shape[1])
@@ -57,7 +57,7 @@ def attend_and_sum(
     mask: torch.Tensor | None,
     rule: ScoreRule,
 ) -> Weighed:
-    """Attend as a ``Path`` does, with few new tokens; Q = r · N."""
+    """Attend causally with few new tokens; Q = r · N. ``mask``: added to scores."""
     repeats, new, tokens = *q_BGrNd.shape[2:4], k_BGTd.shape[2]
     if new > 1:
         causal = q_BGrNd.new_full((new, tokens), -torch.inf).triu_(tokens - new + 1)
@@ -72,7 +72,7 @@ def add_shared(
     rule: ScoreRule,
     window: SlidingWindow | None = None,
 ) -> None:
-    """Add attention over ``shared`` contexts to that over the queries' own contexts (Q = r · N)."""
+    """Add attention to ``shared`` contexts to ``own``, the attention to the requests' own contexts (Q = r · N)."""
     for rows, keys, values, columns in shared:
         added = None
         if window is not None and columns is not None:
@@ -88,8 +88,7 @@ def add_shared(
 def add_part(
     own: Weighed, q_BGrNd: torch.Tensor, rows: torch.Tensor, attend: Callable[[torch.Tensor], Weighed]
 ) -> None:
-    """Add to rows [g, m] of ``own`` what ``attend`` gives for their queries, [g, G, m · r · N, d]: over a part that the
-    m requests share."""
+    """Add attention to shared parts to rows [g, m] of ``own``. ``attend`` takes their queries [g, G, m · r · N, d]."""
     attended, sums = attend(q_BGrNd[rows].transpose(1, 2).flatten(2, 4))
     attended, sums = (part.unflatten(2, (rows.shape[1], -1)).transpose(1, 2).flatten(0, 1) for part in (attended, sums))
     merge(own, (attended, sums), rows.flatten())
@@ -104,8 +103,10 @@ def weigh(
     *,
     sees_some: bool = True,
 ) -> Weighed:
-    """Attend; ``added`` to the scores [B, G, Q, T], finite for at least one of a query's if it ``sees_some``. A query
-    that sees nothing gets zeros, and a sum of -inf."""
+    """Attend. ``added``: mask of the scores [B, G, Q, T]; ``sees_some``: it leaves each query at least one token.
+
+    A query that sees nothing gets zeros, and -inf as log(denominator).
+    """
     if q_BGQd.device.type == "cpu" and rule.softcap is None and sees_some:
         attended, sums = _in_one_pass(q_BGQd, k_BGTd, v_BGTd, attn_mask=added, scale=rule.scaling)
         return attended.float(), sums
@@ -113,13 +114,13 @@ def weigh(
     if added is not None:
         scores += added
     sums = torch.logsumexp(scores, dim=-1)
-    least = torch.finfo(torch.float32).min  # of what is hidden the difference stays -inf
+    least = torch.finfo(torch.float32).min  # hidden scores stay -inf, not NaN
     weights = scores.sub_(sums.clamp(min=least)[..., None]).exp_().to(v_BGTd.dtype)
     return torch.matmul(weights, v_BGTd).float(), sums
 
 
 def merge(own: Weighed, other: Weighed, rows: torch.Tensor | slice = slice(None)) -> None:
-    """Add to rows of ``own`` what ``other`` gives; a sum of -inf gives nothing."""
+    """Combine attention to another part, ``other``, with rows of ``own``; a denominator of 0 adds nothing."""
     attended, sums = own
     before = sums[rows]
     share = torch.sigmoid(other[1] - before)

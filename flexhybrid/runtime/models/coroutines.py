@@ -1,11 +1,11 @@
-"""Functions that interrupt themselves and are resumed.
+"""Run functions that can interrupt themselves and be resumed.
 
-Each runs in a greenlet, which the next function reuses: making one takes ten times as long (about 10 µs), for its
-frames' memory.
+Each function runs in a greenlet. Finished greenlets are reused, because creating one takes ten times as long (about
+10 µs), for the memory of its frames.
 
-A greenlet's part of the C stack is on top of the frames of its latest switcher. torch walks the whole stack for every
-error that it raises, and the process dies if the frames below differ from those at the start. So all switches happen on
-one line of one permanent frame (``hosted``).
+A greenlet's part of the C stack lies on top of the frames of the code that last switched to it. torch walks the whole
+stack for every error that it raises, and the process dies if the frames below have changed since the start. So all
+switches happen on one line of one permanent frame (``hosted``).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from flexhybrid.runtime.process_settings import float32_default
 
 Result = TypeVar("Result")
 
-_ENDED, _RAISED = object(), object()  #: what a greenlet gives when its function has ended, or raised an error
-_LEFT = object()  #: value that ends a resumed function
+_ENDED, _RAISED = object(), object()  #: values that a greenlet returns when its function has ended, or raised an error
+_LEFT = object()  #: resuming a function with this value ends it
 
 
 class _Left(BaseException):
-    """Ends a function that is not gone on with."""
+    """Raised in a function to end it (``Coroutine.leave``)."""
 
 
 class _Switch(NamedTuple):
-    """Asks the host to switch to a greenlet."""
+    """Tells ``hosted`` to switch to a greenlet."""
 
     worker: Any
     value: Any
@@ -36,33 +36,33 @@ class _Switch(NamedTuple):
 
 class _Worker(NamedTuple):
     greenlet: Any
-    place: list[Any]  #: a function before it runs, its result or error behind
+    place: list[Any]  #: holds a function before it runs, its result or error afterwards
 
 
 class _Host(threading.local):
-    base: Any = None  #: the greenlet from which all others of this thread are switched to; None: nothing is hosted
-    whole: Any = None  #: that of the hosted function
+    base: Any = None  #: the greenlet that switches to all others of this thread; None outside ``hosted``
+    whole: Any = None  #: the greenlet of the hosted function
     idle: list[_Worker]
-    workers: weakref.WeakSet[Any]  #: the greenlets of all functions that have not ended
+    workers: weakref.WeakSet[Any]  #: greenlets of all functions that have not ended
 
 
 _host = _Host()
 
 
 def hosted(function: Callable[[], Result]) -> Result:
-    """Return what a function returns; while it runs, it may use ``started`` in this thread."""
+    """Call a function, which may use ``started`` in this thread; return its result."""
     import greenlet
 
     if _host.base is not None:
         return function()
-    # The function is no closure of what runs it: a frame that an error holds keeps its closure when it is cleared.
+    # ``_call`` is no closure: a frame held by an error's traceback keeps its closure, even if it is cleared.
     switched_to: Any = greenlet.greenlet(_call)
     callers, value = [], function
     _host.base, _host.whole = greenlet.getcurrent(), switched_to
     _host.idle, _host.workers = [], weakref.WeakSet()
     try:
         while True:
-            value = switched_to.switch(value)  # the one line
+            value = switched_to.switch(value)  # the only line that switches
             if type(value) is _Switch:
                 callers.append(switched_to)
                 switched_to, value = value
@@ -71,7 +71,7 @@ def hosted(function: Callable[[], Result]) -> Result:
             else:
                 switched_to = callers.pop()
     finally:
-        # An error's traceback may outlive this thread with them; their frames have memory of their own.
+        # End the greenlets: an error's traceback may keep them, and the memory of their frames, after the thread.
         for worker in list(_host.workers):
             worker.throw()
         _host.base, _host.whole, _host.idle, _host.workers = None, None, [], weakref.WeakSet()
@@ -82,7 +82,7 @@ def _call(function: Callable[[], Result]) -> Result:
 
 
 class Coroutine:
-    """A function that is running, in the thread that has started it."""
+    """A started function. Only the thread that started it may resume it."""
 
     def __init__(self, worker: _Worker):
         self._worker: _Worker | None = worker
@@ -92,7 +92,10 @@ class Coroutine:
         return self._worker is None
 
     def resume(self, value: Any) -> Any:
-        """Go on with the function, for which ``interrupt`` returns ``value``; return as ``started``."""
+        """Resume the function: its ``interrupt`` returns ``value``. Return the next interruption's value or the result.
+
+        Raise the function's error, or RuntimeError if it has ended.
+        """
         if (worker := self._worker) is None:
             raise RuntimeError("the function has ended")
         with float32_default():
@@ -114,9 +117,9 @@ class Coroutine:
 
 
 def started(function: Callable[[], Any]) -> tuple[Coroutine, Any]:
-    """Run a function until it is interrupted or ends; return its interruption's value, or its result.
+    """Run a function until it is interrupted or ends; return (coroutine, interruption's value or result).
 
-    Raise what it raises, and RuntimeError outside ``hosted``.
+    Raise the function's error, or RuntimeError outside ``hosted``.
     """
     if _host.base is None:
         raise RuntimeError("functions that are interrupted run within hosted()")
@@ -135,12 +138,14 @@ def _new_worker() -> _Worker:
 
 
 def interrupt(value: Any) -> Any:
-    """Interrupt the running function: ``started`` or ``Coroutine.resume`` returns ``value``. Return what it is resumed
-    with. Raise RuntimeError where no such function runs."""
+    """Interrupt the running function: ``started`` or ``Coroutine.resume`` returns ``value`` to the caller.
+
+    Return the value with which the function is resumed. Raise RuntimeError outside of a started function.
+    """
     import greenlet
 
     if _host.base is None or greenlet.getcurrent() is _host.whole:
-        raise RuntimeError("nothing runs here that could be gone on with")
+        raise RuntimeError("no function runs here that could be resumed")
     given = _host.base.switch(value)
     if given is _LEFT:
         raise _Left
@@ -148,14 +153,16 @@ def interrupt(value: Any) -> Any:
 
 
 def _serve(place: list[Any]) -> object:
-    """Run functions, one after the other, until one raises an error: its traceback holds frames of this greenlet. None
-    of them, nor its result, is held while the greenlet is idle."""
+    """Run functions one after another, until one raises an error, whose traceback holds frames of this greenlet.
+
+    An idle greenlet holds no function and no result.
+    """
     import greenlet
 
     while True:
         try:
             place.append(place.pop()())
-        except greenlet.GreenletExit:  # unreferenced
+        except greenlet.GreenletExit:  # the greenlet is deleted
             raise
         except _Left:
             place[:] = [None]  # its result is not needed

@@ -1,4 +1,4 @@
-"""A checkpoint's model of transformers' without its weights: whether it can run exactly, its shape and its tensors."""
+"""Examine a checkpoint's transformers model without its weights: whether it runs exactly, its shape, its tensors."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from flexhybrid.runtime.models.latent import tensors_in
 from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, look, measure
 from flexhybrid.runtime.models.transformer import Layers, Unsupported, build, check_libraries, decoder_layers, one_line
 
-FAMILY = "module"  #: of shapes whose models run through transformers' layers
+FAMILY = "module"  #: family of shapes that run through transformers' layers
 UNLIMITED_POSITIONS = 1 << 20  #: positions of a model without a configured limit
-#: Kinds of rotary positions whose angles change for texts longer than in training.
+#: Kinds of rotary positions whose angles change for texts that are longer than in training.
 CHANGING_ROTATIONS = ("dynamic", "longrope")
 ROUTERS = {"gate", "router", "shared_expert_gate"}  #: names of modules that choose experts
 
 
 class EmptyModel(NamedTuple):
-    """A model that runs through transformers' layers, without weights, and what its layers were seen to need and do."""
+    """A model that runs through transformers' layers, without weights, and the facts of its layers."""
 
     shape: ModelShape
     model: Any
     facts: list[LayerFacts]
 
     def copy(self) -> tuple[Any, list[LayerFacts]]:
-        """Return a model to put weights into, and its facts."""
+        """Return copies of the model, to put weights into, and of its facts."""
         return deepcopy((self.model, self.facts))
 
     @property
     def outer_sizes(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape} of the tensors outside the layers' parameters."""
+        """Return {name: shape} of the tensors that are not parameters of layers."""
         own = self.model.state_dict()
         return {name: tuple(own[name].shape) for name in TensorNames.of(self).outside}
 
 
 def empty_model(folder: Path, untied: frozenset[str] = frozenset()) -> EmptyModel:
-    """Return a checkpoint's model, built and examined once per configuration. ``untied`` as in ``ModuleLayers``.
+    """Return a checkpoint's model. It is built and examined once per configuration. ``untied`` as in ``ModuleLayers``.
 
-    Raise InputError, with the reason, for a model that would not be exact, and for packed weights.
+    Raise InputError if the model would not be exact, or if its weights are packed.
     """
     check_libraries()
     folder = folder.absolute()
@@ -70,7 +70,7 @@ def empty_model(folder: Path, untied: frozenset[str] = frozenset()) -> EmptyMode
 def _empty_model(
     folder: Path, untied: frozenset[str], packed: PackedFormat | None, configuration: str, generation: str
 ) -> EmptyModel:
-    """``empty_model`` of a folder with these texts in its files, whether or not its weights are packed."""
+    """Build and examine the model of a folder. The texts of its files are arguments, so that a change is noticed."""
     from transformers import CONFIG_MAPPING
 
     config = json.loads(configuration)
@@ -83,7 +83,7 @@ def _empty_model(
             own = torch.nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
             setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], own)
         return hosted(lambda: _looked_at(folder, model, "text_config" in config, untied))
-    except Exception as error:  # Unsupported, or any error of a model with unusual modules
+    except Exception as error:  # Unsupported, or any error of an unusual model
         reason = error if isinstance(error, Unsupported) else f"its modules are not as expected ({one_line(error)})"
         raise InputError(
             f"{folder}: models of type {shown(config.get('model_type'))} cannot be run exactly: {reason}"
@@ -116,8 +116,8 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
             raise Unsupported("its layers share parameters")
         known |= set(map(id, named.values()))
         inside |= {id(parameter) for name, parameter in named.items() if name not in fact.lent}
-        # In a layer without attention, what follows attention elsewhere is placed like the other layers' part before
-        # it.
+        # A layer without attention has no early and late parameters. The names that follow attention in other layers
+        # count as late, all others as early.
         early = fact.early if fact.attention else named.keys() - behind if behind else ()
         experts = {name for name, of in named.items() if of.dim() == 3 and len(of) > 1 and "experts" in name}
         routers = {name for name in named if experts and not ROUTERS.isdisjoint(name.split("."))}
@@ -176,7 +176,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
 
 
 def _call_elements(layers: Layers) -> int:
-    """Return the elements per token that layers are called with, in addition to hidden states."""
+    """Return the number of elements per token in the layers' arguments, without hidden states."""
     rows = torch.zeros(ROWS, dtype=torch.int64, device="meta")
     with torch.inference_mode():
         calls = layers.embed(rows, rows).calls
@@ -186,7 +186,7 @@ def _call_elements(layers: Layers) -> int:
 
 
 def _borrowed(layer: torch.nn.Module, fact: LayerFacts) -> tuple[LayerTensor, ...]:
-    """Return the tensors with which a layer's keys and values are recomputed, as a layer that borrows them has them."""
+    """Return the tensors that recompute a layer's keys and values, as tensors of a layer that borrows them."""
     named = {name: tuple(of.shape) for name, of in layer.named_parameters() if name in fact.kv_gen}
     return tuple(
         LayerTensor(f"borrowed {name}", size, False, kv_gen=True, outside=True) for name, size in named.items()
@@ -198,8 +198,10 @@ def _attention_kind(fact: AttentionFacts | None) -> AttentionKind:
 
 
 def _check_cache(text, windows: Mapping[int, int | None], longest: int) -> None:
-    """Raise Unsupported if transformers' own cache drops tokens that a layer's mask lets it see: the model's tokens
-    would depend on the cache. ``windows``: of the layers that keep keys and values."""
+    """Raise Unsupported if transformers' own cache drops tokens that a layer's mask shows.
+
+    The model's tokens would depend on its cache. ``windows``: layer -> window, for layers that keep keys and values.
+    """
     from transformers import DynamicCache
 
     layers: Any = DynamicCache(config=text).layers
@@ -207,7 +209,7 @@ def _check_cache(text, windows: Mapping[int, int | None], longest: int) -> None:
         if layer >= len(layers):
             break
         cached = layers[layer]
-        # No defaults where keys and values are kept: another name must not pass.
+        # Read the fields without defaults, so that a renamed field raises an error.
         kept = cached.sliding_window if hasattr(cached, "keys") and cached.is_sliding else None
         if kept is not None and (window or longest) > kept:
             raise Unsupported(f"its cache keeps {kept} tokens of a layer, and its mask lets see more")
@@ -218,13 +220,17 @@ def _elements(tensors: list[torch.Tensor]) -> int:
 
 
 def _positions(model) -> int:
-    """Return the most positions up to which transformers' angles do not depend on the longest text of a batch, and no
-    layer that attends chunk by chunk has more than one chunk: Llama 4's are full attention there."""
+    """Return the maximum number of positions at which the model is exact.
+
+    Up to it, transformers' rotary angles do not depend on the longest text of a batch, and layers with chunked
+    attention have only one chunk, which is full attention (Llama 4).
+    """
     text = model.config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or UNLIMITED_POSITIONS
     given = getattr(text, "rope_parameters", None) or {}
     rotations = [given] if "rope_type" in given else [kind for kind in given.values() if isinstance(kind, dict)]
-    # Gemma 3 names the extended positions (vLLM's exception, too); tables, as GPT-J's, hold no more than the named.
+    # Gemma 3's configuration has the extended number (an exception in vLLM, too). Models with tables of positions, like
+    # GPT-J, have no more positions than configured.
     rotates = any(hasattr(module, "rope_type") for module in model.modules())
     if rotations and rotates and "gemma3" not in text.model_type:
         keys = "rope_type", "factor", "original_max_position_embeddings"
@@ -239,10 +245,10 @@ def _positions(model) -> int:
 
 
 class TensorNames(NamedTuple):
-    """Where a model's tensors belong."""
+    """The names of a model's tensors, inside and outside of its layers."""
 
-    inside: dict[str, tuple[int, str]]  #: name in the model -> layer, name in the layout; not of what layers lend
-    outside: dict[str, tuple[str, ...]]  #: name in the model -> all names of that tensor, of which it is the first
+    inside: dict[str, tuple[int, str]]  #: name in the model -> (layer, name in the layout); without lent parameters
+    outside: dict[str, tuple[str, ...]]  #: first name in the model -> all names of the same tensor
 
     @classmethod
     def of(cls, empty: EmptyModel) -> TensorNames:

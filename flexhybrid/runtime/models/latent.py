@@ -1,9 +1,9 @@
-"""What keys and values are recomputed from: an attention module's input, or a narrower row inside it.
+"""Find the rows from which an attention module recomputes keys and values: its input, or a narrower row inside it.
 
 Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, Sec. 2.1) projects a token's hidden state to a short row,
-the latent, and expands it to keys and values of all heads. Such a row is found by running the module on the meta
-device: the narrowest output of a linear layer through which alone keys and values depend on the hidden state. An ACT
-block then holds that row, and KV-Gen is the rest of the module up to its attention call.
+the latent, and expands it to the keys and values of all heads. ``kv_gen_of`` finds this row on the meta device: the
+narrowest output of a linear layer such that keys and values depend on the hidden state only through it. ACT blocks then
+hold this row, and KV-Gen is the rest of the module up to its attention call.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class KvGen(NamedTuple):
     """How an attention module recomputes keys and values."""
 
     source: str | None  #: path of the linear layer whose output ACT blocks hold; None: the module's input
-    width: int  #: elements of that row
-    unread: tuple[str, ...]  #: paths of linear layers that keys and values do not depend on, given that row
-    read: tuple[str, ...]  #: names of the module's parameters that they depend on
+    width: int  #: number of elements in a row of an ACT block
+    unread: tuple[str, ...]  #: paths of linear layers that are not needed to recompute keys and values
+    read: tuple[str, ...]  #: names of the module's parameters that are needed to recompute them
 
 
 class Marks(TorchDispatchMode):
-    """Records which marks each tensor may depend on.
+    """Records on which marked tensors each tensor may depend.
 
-    Marks follow memory: an operation's outputs, and all views of them, get the marks of its inputs. On the meta device
-    no value can decide what is computed, so a tensor without a mark is independent of it.
+    Each memory has a set of marks. An operation's outputs, and all views of them, get the marks of its inputs. On the
+    meta device, no value can change what is computed, so a tensor without a mark does not depend on the marked tensor.
     """
 
     def __init__(self):
         super().__init__()
         self._marks: dict[int, set[str]] = {}
-        self._alive: list[Any] = []  # so that a memory's address is not reused
+        self._alive: list[Any] = []  # keeps memories alive, so that no address is reused
 
     def mark(self, tensor: torch.Tensor, marks: Iterable[str]) -> None:
         memory = tensor.untyped_storage()
@@ -74,7 +74,7 @@ def tensors_in(value) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _replaced(forwards: dict[torch.nn.Module, Callable]) -> Iterator[None]:
-    """Let modules have other forwards."""
+    """Replace the forwards of modules inside the context."""
     own = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         vars(module)["forward"] = forward
@@ -88,22 +88,24 @@ def _replaced(forwards: dict[torch.nn.Module, Callable]) -> Iterator[None]:
                 vars(module)["forward"] = forward
 
 
-_INPUT = "hidden states"  #: the mark of an attention module's input; others are paths of layers, names of parameters
+_INPUT = (
+    "hidden states"  #: mark of an attention module's input; other marks are paths of layers and names of parameters
+)
 
 
 def kv_gen_of(
     attention: torch.nn.Module, hidden: torch.Tensor, args: tuple, kwargs: dict[str, Any], latents: bool
 ) -> KvGen:
-    """Return how a module recomputes keys and values; all on the meta device, ``hidden`` [1, R, h].
+    """Return how an attention module on the meta device recomputes keys and values.
 
-    ``args`` and ``kwargs``: the module's arguments after its hidden states. Without ``latents``, from its hidden
-    states.
+    ``hidden``: [1, R, h]. ``args`` and ``kwargs``: the module's other arguments. ``latents``: False to recompute from
+    the module's input in any case.
     """
     linear = {path: part for path, part in attention.named_modules() if isinstance(part, torch.nn.Linear)}
     widths: dict[str, int] = {}
 
     def needed(source: str | None) -> tuple[set[str], AttentionCall]:
-        """Run the module; return what keys and values depend on, where ``source`` passes its own mark alone."""
+        """Run the module; return the marks of keys and values, and the call. ``source`` outputs only its own mark."""
         with Marks() as marks:
 
             def marking(path: str, own: Callable) -> Callable:
@@ -145,12 +147,12 @@ def kv_gen_of(
 
 
 class ActRows:
-    """What ACT blocks hold of an attention module's tokens: recorded as it runs, returned to it for KV-Gen."""
+    """Records the rows for ACT blocks when an attention module runs, and feeds them back to it for KV-Gen."""
 
     def __init__(self, attention: torch.nn.Module, gen: KvGen, hidden: int):
         self._attention, self._source, self._hidden = attention, gen.source, hidden
         self._taken: torch.Tensor | None = None
-        self._given: torch.Tensor | None = None  # while keys and values alone are wanted
+        self._given: torch.Tensor | None = None  # rows of ACT blocks, during KV-Gen
         parts = dict(attention.named_modules())
         for path in gen.unread:
             self._leave_out(parts[path])
@@ -160,10 +162,10 @@ class ActRows:
             self._watch_output(parts[gen.source])
 
     def take(self) -> torch.Tensor:
-        """Return the rows of the module's latest run, [1, R, width], or as its hidden states had them."""
+        """Return the rows of the module's latest run: [1, R, width], or as many dimensions as its hidden states had."""
         taken, self._taken = self._taken, None
         if taken is None:
-            raise ValueError("an attention module that has not run")
+            raise ValueError("the attention module has not run")
         return taken
 
     def keys_and_values(self, rows: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> AttentionCall:
@@ -198,7 +200,7 @@ class ActRows:
         vars(source)["forward"] = forward
 
     def _leave_out(self, layer: Any) -> None:
-        """Make a linear layer return unread zeros while only keys and values are needed."""
+        """Make a linear layer return zeros, which nothing reads, during KV-Gen."""
         own, columns = layer.forward, layer.out_features
 
         def forward(rows: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Facts about a transformers model, found by running its layers on the meta device, without weights or memory.
+"""Find facts about a transformers model by running its layers on the meta device, without weights or memory.
 
-``look`` gives the facts for the plan (tensors of each layer, heads, windows) and for
-``flexhybrid.runtime.models.transformer``. What would not be exact is refused here, before weights are read.
+``look`` returns the facts that plans need (tensors of each layer, heads, windows) and that
+``flexhybrid.runtime.models.module`` needs. It refuses models that would not be exact, before weights are read.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from flexhybrid.runtime.models.transformer import (
     same_tensor,
 )
 
-ROWS = 3  #: of the probe
-#: Options of an attention call that our attention has no need of, or that ``AttentionFacts`` holds.
+ROWS = 3  #: number of tokens in the examined calls
+#: Options of an attention call that our attention may ignore, or that ``AttentionFacts`` holds.
 SILENT = ("dropout", "position_ids", "cache_position", "output_attentions", "use_cache", "scaling", "training",
           "sliding_window", "softcap", "s_aux", "output_router_logits", "deterministic")  # fmt: skip
 
@@ -59,7 +59,7 @@ class AttentionFacts:
     """The attention call of a layer."""
 
     module: torch.nn.Module
-    args: tuple[Argument, ...]  #: of the attention module behind its input
+    args: tuple[Argument, ...]  #: positional arguments of the attention module after its input
     kwargs: dict[str, Argument]
     heads: int
     groups: int
@@ -74,32 +74,34 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    attention: AttentionFacts | None  #: None of a layer that does not attend
-    state: LayerState | None  #: None of a layer of attention alone
-    early: tuple[str, ...]  #: names of the parameters that are used up to the attention call
-    late: tuple[str, ...]
-    kv_gen: frozenset[str]  #: names of the parameters with which keys and values are recomputed
-    everywhere: frozenset[str] = frozenset()  #: names of the matrices that are used before and behind the attention
-    source: int | None = None  #: the layer whose keys and values it attends to; None: its own
-    lent: frozenset[str] = frozenset()  #: names of the parameters with which other layers recompute its keys and values
+    """The facts of a layer. Parameters are given by their names."""
+
+    attention: AttentionFacts | None  #: None: the layer does not attend
+    state: LayerState | None  #: None: the layer keeps no state
+    early: tuple[str, ...]  #: parameters used before the attention call
+    late: tuple[str, ...]  #: all other parameters
+    kv_gen: frozenset[str]  #: parameters that recompute keys and values
+    everywhere: frozenset[str] = frozenset()  #: matrices used both before and after attention
+    source: int | None = None  #: the layer whose keys and values this layer attends to; None: its own
+    lent: frozenset[str] = frozenset()  #: parameters with which other layers recompute this layer's keys and values
 
 
-#: Products of experts, which transformers computes together: [rows, in], [experts, in, out] -> [rows, out].
+#: Functions that multiply rows with several experts: [rows, in], [experts, in, out] -> [rows, out].
 GROUPED = ("grouped_mm", "_grouped_mm")
 
 
 class _Uses(TorchFunctionMode):
-    """Records which tensors take part in a computation."""
+    """Records the tensors that take part in a computation."""
 
     def __init__(self):
         super().__init__()
         self.seen: set[int] = set()
-        self.grouped: set[tuple[int, int]] = set()  #: rows and experts of their products
+        self.grouped: set[tuple[int, int]] = set()  #: (rows, experts) of each product with experts
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self._note((args, tuple(kwargs.values())))
-        if getattr(func, "__name__", "") in GROUPED:  # on the meta device torch has it in bfloat16 alone
+        if getattr(func, "__name__", "") in GROUPED:  # torch's own runs only in bfloat16 on the meta device
             self.grouped.add((len(args[0]), len(args[1])))
             return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
         return func(*args, **kwargs)
@@ -113,7 +115,7 @@ class _Uses(TorchFunctionMode):
 
 
 class _NoPadding(TorchFunctionMode):
-    """Takes counts of a text's padding, one a text of the batch and on the meta device, for zeros."""
+    """Replaces counts of padding (one per text, on the meta device) by zeros, so that they have values."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args = [torch.zeros_like(a, device="cpu") if self._counts(a) else a for a in args]
@@ -126,7 +128,7 @@ class _NoPadding(TorchFunctionMode):
 
 
 class _TaggedMask:
-    """Replaces a mask that a model makes and passes on: which tokens may be seen."""
+    """Replaces a mask that a model makes and passes to its layers."""
 
     def __init__(self, mask_function, longest: int):
         self._function, self._longest = mask_function, longest
@@ -143,9 +145,9 @@ class _TaggedMask:
 
 
 def window_of(mask_function, longest: int) -> int | None:
-    """Return how many tokens a transformers mask function lets the last one see, including itself; None for all.
+    """Return how many tokens a token can see under a transformers mask function, including itself; None: all before it.
 
-    Raise Unsupported for a mask that is neither causal nor a window of the last tokens.
+    Raise Unsupported if the mask is neither causal nor a window of the latest tokens.
     """
     if mask_function is None:
         return None
@@ -168,7 +170,7 @@ def window_of(mask_function, longest: int) -> int | None:
 
 
 def look(layers: Layers, longest: int) -> list[LayerFacts]:
-    """Return the facts of each layer. Raise Unsupported with the reason why the model cannot run exactly."""
+    """Return the facts of each layer. Raise Unsupported, with the reason, if the model would not be exact."""
     asked = []
 
     def tagged(mask_function) -> _TaggedMask:
@@ -199,7 +201,7 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
             return facts
 
         facts = look_at_all(latents=True)
-        if len({fact.attention.kv_gen.width for fact in facts if fact.attention}) > 1:  # ACT blocks are all alike
+        if len({fact.attention.kv_gen.width for fact in facts if fact.attention}) > 1:  # ACT blocks have one width
             facts = look_at_all(latents=False)
         if not asked and any(fact.attention for fact in facts):
             raise Unsupported("its masks do not come from transformers' AttentionMaskInterface")
@@ -211,8 +213,10 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
 def _sources(
     layers: Layers, hidden: torch.Tensor, calls: Sequence[LayerCall], states: Sequence[LayerState | None]
 ) -> list[int | None]:
-    """Return the layer whose keys and values each layer attends to, None for its own: found by following them through
-    the layers in order. ``calls``: of a separate forward."""
+    """Return, for each layer, the layer whose keys and values it attends to; None for its own.
+
+    Keys and values are marked and followed through the layers in order. ``calls``: calls of a separate forward.
+    """
     sources: list[int | None] = []
     made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     with Marks() as marks:
@@ -238,8 +242,10 @@ def _sources(
 
 
 def _lent(layer: torch.nn.Module, fact: LayerFacts) -> frozenset[str]:
-    """Return the names of the parameters that an attention module needs to recompute keys and values, and of all that
-    it passes on the way: norms of queries, which run on zeros then."""
+    """Return the parameters with which an attention module recomputes keys and values for other layers.
+
+    They include norms of queries, which the module also runs, on zeros.
+    """
     inside = {id(part) for part in fact.attention.module.parameters()} if fact.attention else set()
     named = layer.named_parameters()
     return frozenset(
@@ -255,13 +261,13 @@ def _lacks_values(error: Exception) -> bool:
 
 
 def _told(layers: Layers, function: Callable[[], Any], where: str) -> Any:
-    """Run a function of a model's layers; turn its errors into Unsupported."""
+    """Call a function that runs a model's layers; raise Unsupported for its errors. ``where``: the running part."""
     try:
         return function()
     except Unsupported:
         raise
     except Exception as error:
-        seen = _TaggedMask.__name__ in str(error)  # it stands where the model expects a tensor
+        seen = _TaggedMask.__name__ in str(error)  # the model uses our mask object as a tensor
         if not getattr(layers.model, "_supports_attention_backend", True) and (seen or "attention" in where):
             raise Unsupported(OWN_ATTENTION) from error
         if seen:
@@ -287,13 +293,13 @@ def _look_at(
     latents: bool,
     lender: AttentionFacts | None,
 ) -> LayerFacts:
-    """Return the facts of a layer. ``lender``: the attention that makes its keys and values, if borrowed."""
+    """Return the facts of a layer. ``lender``: the attention of the layer whose keys and values it borrows."""
     layer = layers.layers[index]
     named = dict(layer.named_parameters())
     if state and not state.attends:
         return LayerFacts(None, state, (), tuple(named), frozenset())
     again = call
-    if state:  # each run begins without a state
+    if state:  # each run needs an empty state
         call, again = (with_cache(call, stand_in(layers), index) for _ in range(2))
     with _Uses() as uses:
         pending = _begun(layers, index, hidden, call)
@@ -310,7 +316,7 @@ def _look_at(
     except Exception as error:
         if not _lacks_values(error):
             raise Unsupported(f"layer {index} cannot be run behind its attention ({one_line(error)})") from error
-        result = None  # a routing of experts has sizes that the meta device cannot know
+        result = None  # the sizes of a routing of experts are unknown on the meta device
     late = {name for name, parameter in named.items() if id(parameter) in uses.seen} if result is not None else set()
     if result is not None and result.shape != hidden.shape:
         raise Unsupported(f"layer {index} does not give one row a token")
@@ -327,8 +333,11 @@ def _look_at(
 
 
 def measure(layers: Layers, facts: list[LayerFacts], kinds: list[int]) -> tuple[tuple[WorkBytes, ...], float]:
-    """Return the most working bytes of one of these layers, by dtype, and the share of its experts that a row is
-    multiplied with (all, if not grouped). Layers that cannot run alone are left out."""
+    """Return the largest working memory of these layers for each dtype, and the share of experts that a row uses.
+
+    ``kinds``: indices of the layers, one of each kind. Layers that cannot run alone are left out. The share is 1 if
+    experts are not computed by a grouped product.
+    """
     work, shares = [], set[float]()
     for dtype in in_each_dtype(layers.model):
         peaks = dict.fromkeys(MEASURED[-2:], 0)
@@ -346,8 +355,10 @@ def measure(layers: Layers, facts: list[LayerFacts], kinds: list[int]) -> tuple[
 
 
 def _run_whole(layers: Layers, index: int, fact: LayerFacts, hidden: torch.Tensor, calls: Sequence[LayerCall]) -> None:
-    """Run a layer with what ``ModulePath`` makes between its two parts: the rows of keys, values and queries, and what
-    attention gives."""
+    """Run a layer like ``ModulePath``, with the tensors that it makes between the layer's two parts.
+
+    These hold the keys, values and queries, and attention's output.
+    """
     attention = fact.attention
     if attention is None or fact.state:
         return run_alone(layers, index, hidden, calls)
@@ -369,7 +380,7 @@ def _attention_facts(
     latents: bool,
     lender: AttentionFacts | None,
 ) -> AttentionFacts:
-    """Check an attention call and where its module's arguments come from."""
+    """Return the facts of a layer's attention call (``made``). Raise Unsupported if ours would not be exact."""
     taken: list[tuple[tuple, dict]] = []
     own, cache = made.module.forward, cache_of(call)
     changes: list[int] = []
@@ -430,7 +441,7 @@ def _asks(option) -> bool:
 
 
 def _argument(value, sources: dict[str, Any], where: str) -> Argument:
-    """Return the source of a value. Raise Unsupported for a tensor that is not among the layer's arguments."""
+    """Return the source of an attention module's argument. Raise Unsupported if a tensor is none of the layer's."""
     if not _holds_tensor(value) and not isinstance(value, MutableMapping):
         return Argument(None, None if isinstance(value, _TaggedMask) or is_stand_in(value) else value)
     for kind, source in sources.items():

@@ -1,8 +1,8 @@
-"""Recurrent layers of transformers, which keep a state of fixed size instead of all tokens' keys and values.
+"""Run transformers' recurrent layers, which keep a state of fixed size instead of the keys and values of all tokens.
 
-A layer reads and writes its state in transformers' ``Cache``. It is given a stand-in for its part, with the states of
-this mini-batch alone; they are stored afterwards. Prompts of different lengths run separately (``groups_of``): padding
-after a prompt would enter its state, and padding before it changes how transformers divides the prompt.
+A layer reads and writes its state in transformers' ``Cache``. Here it gets a stand-in for the cache with the states of
+one mini-batch, which are stored afterwards. Prompts of different lengths run separately (``groups_of``): padding after
+a prompt would change its state, and padding before it would change how transformers divides the prompt into chunks.
 
 Shapes: R rows of a grid [B, width], each request's rows first; h hidden.
 """
@@ -34,22 +34,22 @@ from flexhybrid.runtime.models.transformer import (
 )
 from flexhybrid.runtime.step_tensors import to_device
 
-#: Names that models have for the cache among a layer's arguments.
+#: Names of the cache argument in layers of different models.
 CACHES = ("past_key_values", "cache_params")
-KINDS = ("conv", "recurrent")  #: of states in transformers' cache
+KINDS = ("conv", "recurrent")  #: kinds of states in transformers' cache
 
 
 class RowGroup(NamedTuple):
-    """Requests of a step that have equally many new tokens."""
+    """Requests of a step with equal numbers of new tokens."""
 
-    rows: torch.Tensor | None  #: [batch · tokens] of the grid; None: all of them, in order
-    members: np.ndarray | None  #: [batch] of the step's requests; None: all of them
+    rows: torch.Tensor | None  #: rows of the grid [batch · tokens]; None: all rows in order
+    members: np.ndarray | None  #: indices of the step's requests [batch]; None: all requests
     batch: int
     tokens: int
 
 
 def groups_of(new_tokens: np.ndarray, device: torch.device) -> list[RowGroup]:
-    """Return the groups of a step whose requests have ``new_tokens`` [B], in a grid as wide as the longest."""
+    """Return the groups of a step's requests. ``new_tokens`` [B]: number of each; the maximum is the grid's width."""
     width, groups = int(new_tokens.max()), []
     lengths = np.unique(new_tokens)
     if len(lengths) == 1:
@@ -63,18 +63,18 @@ def groups_of(new_tokens: np.ndarray, device: torch.device) -> list[RowGroup]:
 
 @cache
 def _classes() -> tuple[type, type]:
-    """Return the classes of a layer's part of the cache, and of the cache."""
+    """Return two classes: one layer's part of the cache, and the cache. Imports transformers."""
     from transformers.cache_utils import Cache, LinearAttentionLayer
 
     class StateLayer(LinearAttentionLayer):
-        """The states of one layer. Keys and values pass through: attention finds other tokens' elsewhere."""
+        """The states of one layer. It stores no keys and values, because the executor does."""
 
-        changes = 0  #: times that a state was written
+        changes = 0  #: number of writes to a state
 
         def lazy_initialization(
             self, conv_states=None, recurrent_states=None, state_idx=0, conv_kernel_size=None
         ) -> None:
-            """As in transformers, without marking tensors for its compiler, whose import takes seconds."""
+            """Do as transformers, without marking tensors for torch's compiler, whose import takes seconds."""
             if conv_states is not None:
                 size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
                 self.dtype, self.device = conv_states.dtype, conv_states.device
@@ -105,7 +105,7 @@ def _classes() -> tuple[type, type]:
             super().__init__(layers=layers)
 
         def get_linear_cache(self, _layer: int):
-            """As MiniMax's own cache calls the state of its recurrence."""
+            """Return the recurrent state, under the name of MiniMax's own cache."""
             return self.own.recurrent_states[0]
 
         def set_linear_cache(self, _layer: int, states: torch.Tensor) -> None:
@@ -115,7 +115,7 @@ def _classes() -> tuple[type, type]:
 
 
 def stand_in(layers: Layers, state: LayerState | None = None, held: Sequence[torch.Tensor] | None = None) -> Any:
-    """Return a cache for one call of a layer: one with these tensors [batch, …] of ``state``, or without any yet."""
+    """Return a cache for one call of a layer. ``held``: tensors [batch, …] of ``state``; None: no state yet."""
     config = layers.model.config.get_text_config()
     made = _classes()[1](len(layers.layers), getattr(config, "number_of_conv_states", 1))
     for tensor, own in zip(state.tensors if state and held is not None else (), held or (), strict=True):
@@ -129,7 +129,7 @@ def stand_in(layers: Layers, state: LayerState | None = None, held: Sequence[tor
 
 
 def with_cache(call: LayerCall, made: Any, index: int) -> LayerCall:
-    """Return a layer's call with a cache. Raise Unsupported if it takes none."""
+    """Return a layer's call with a cache. Raise Unsupported if the layer has no such argument."""
     names = [name for name in CACHES if name in call.kwargs]
     if not names:
         raise Unsupported(f"layer {index} keeps a state elsewhere than in transformers' cache")
@@ -137,17 +137,17 @@ def with_cache(call: LayerCall, made: Any, index: int) -> LayerCall:
 
 
 def cache_of(call: LayerCall) -> Any:
-    """Return the stand-in among a layer's arguments; None without one."""
+    """Return the stand-in among a layer's arguments; None if there is none."""
     return next(filter(is_stand_in, call.kwargs.values()), None)
 
 
 def is_stand_in(value: Any) -> bool:
-    """Return whether a value is what ``stand_in`` makes."""
+    """Return whether a value was made by ``stand_in``."""
     return type(value).__name__ == "StandIn" and isinstance(value, _classes()[1])
 
 
 def of_group(value: Any, group: RowGroup, rows: int) -> Any:
-    """Return an argument for a group: tensors [1, R, …] become [batch, tokens, …], others stay."""
+    """Return the group's part of an argument: tensors [1, R, …] become [batch, tokens, …], others stay."""
     if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[:2] == (1, rows):
         chosen = value[0] if group.rows is None else value[0][group.rows]
         return chosen.unflatten(0, (group.batch, group.tokens))
@@ -157,19 +157,19 @@ def of_group(value: Any, group: RowGroup, rows: int) -> Any:
 
 
 class Running(NamedTuple):
-    """A group in a layer: what came out, or the attention that it waits for."""
+    """A group in a layer, either at its attention call or at the layer's end."""
 
     group: RowGroup
-    made: Any  #: the cache that it was given
+    made: Any  #: the stand-in for its cache
     run: Coroutine
     result: Any  #: ``AttentionCall``, or the layer's hidden states [batch, tokens, h]
 
     def tensors(self, state: LayerState) -> list[torch.Tensor]:
-        """Return the states [batch, …] that the layer has left."""
+        """Return the states [batch, …] that the layer wrote."""
         return [getattr(self.made.own, f"{tensor.kind}_states")[tensor.index] for tensor in state.tensors]
 
     def resumed(self, attended: torch.Tensor) -> Running:
-        """Run the rest of the layer, behind what attention gave [batch, tokens, H, d]."""
+        """Run the rest of the layer after its attention (output [batch, tokens, H, d])."""
         return self._replace(result=hidden_states(self.run.resume((attended, None))))
 
 
@@ -186,7 +186,7 @@ def run_group(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCa
 
 
 class RecurrentLayers:
-    """The layers of a model that keep a state, or do not attend, slot by slot. The compute lane alone calls it."""
+    """Runs layers that keep a state or do not attend, one per slot. Only the compute lane uses it."""
 
     def __init__(self, layers: Layers, states: Sequence[LayerState | None]):
         self.layers, self.states = layers, states
@@ -202,10 +202,10 @@ class RecurrentLayers:
         held: Sequence[torch.Tensor] | None,
         take: Callable[[], torch.Tensor],
     ) -> tuple[AttentionCall, torch.Tensor]:
-        """Run an attending layer up to its attention: return attention's input over the whole grid ([1, ·, R, d]), and
-        ACT blocks' content [R, width], which ``take`` has from the latest run.
+        """Run a layer up to its attention; return the attention call over the whole grid, and the ACT rows [R, width].
 
-        ``held``: the states of the step's requests, one group; None without any yet.
+        ``take`` returns the ACT rows of the latest run. ``held``: states of the step's requests; None: no states yet.
+        With states, there must be one group.
         """
         inputs, rows = [], len(hidden_Rh)
         for _ in self._runs(slot, index, hidden_Rh, call, groups, held):
@@ -228,7 +228,7 @@ class RecurrentLayers:
         groups: list[RowGroup],
         held: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Run a layer without attention; ``finish`` returns its output."""
+        """Run a layer that does not attend. ``finish`` returns its output."""
         for _ in self._runs(slot, index, hidden_Rh, call, groups, held):
             pass
 
@@ -241,7 +241,7 @@ class RecurrentLayers:
             yield running[-1]
 
     def finish(self, slot: int, attended_RHd: torch.Tensor | None) -> torch.Tensor:
-        """Return the next layer's hidden states [R, h], from attention's output if the layer attends."""
+        """Return the next layer's hidden states [R, h]. ``attended_RHd``: attention's output; None if there is none."""
         running = self._running[slot]
         if attended_RHd is not None:
             rows = len(attended_RHd)
@@ -251,13 +251,13 @@ class RecurrentLayers:
         return _grid(sum(run.group.batch for run in running) * widest, [(run.group, run.result) for run in running])
 
     def left(self, slot: int, index: int) -> list[tuple[RowGroup, list[torch.Tensor]]]:
-        """Return the states [batch, …] that the layer in a slot has left, group by group."""
+        """Return the states [batch, …] that the layer in a slot wrote, by group."""
         state = self.states[index]
         return [(run.group, run.tensors(state)) for run in self._running.pop(slot)] if state and state.tensors else []
 
 
 def _grid(rows: int, parts: list[tuple[RowGroup, torch.Tensor]]) -> torch.Tensor:
-    """Return [R, …] of the groups' tensors [batch, tokens, …]; zeros in rows that no group has."""
+    """Combine the groups' tensors [batch, tokens, …] to one [R, …]; rows of no group are zeros."""
     group, first = parts[0]
     if group.rows is None:
         return first.flatten(0, 1)
@@ -267,21 +267,21 @@ def _grid(rows: int, parts: list[tuple[RowGroup, torch.Tensor]]) -> torch.Tensor
     return grid
 
 
-# ---- what the probe finds
+# ---- examining a model on the meta device
 
 
 def layer_kinds(config: Any) -> list[str | None]:
-    """Return a configuration's names for its layers; None without any."""
+    """Return the kind of each layer in a configuration; None for each if it has no kinds."""
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return [*kinds] if kinds and len(kinds) == count else [None] * count
 
 
 def find_states(layers: Layers, embed: Any) -> list[LayerState | None]:
-    """Return each layer's state, None for attention alone, from a model on the meta device.
+    """Return each layer's state, or None for a layer that only attends. The model is on the meta device.
 
-    ``embed(tokens)``: the first hidden states [1, R, h] of this many tokens (None: some), and the layers' calls.
-    float32 states stay float32 at any compute dtype. Raise Unsupported for a state without fixed size.
+    ``embed(tokens)`` returns the first hidden states [1, R, h] of a number of tokens (None: a few), and the layers'
+    calls. float32 states stay float32 at any compute dtype. Raise Unsupported if a state has no fixed size.
     """
     kinds = layer_kinds(layers.model.config.get_text_config())
     if not any(kind in (*RECURRENT, *PLAIN) for kind in kinds):
@@ -291,13 +291,13 @@ def find_states(layers: Layers, embed: Any) -> list[LayerState | None]:
     return _with_work(layers, found, embed)
 
 
-#: Tokens of the measured prompts: layers that work in chunks take whole ones.
+#: Lengths of the measured prompts, in tokens. The longer ones are whole chunks of layers that work in chunks.
 MEASURED = (1, 256, 512)
 
 
 def _with_work(layers: Layers, states: list[LayerState | None], embed: Any) -> list[LayerState | None]:
-    """Return the states with the bytes that their layers have in work, of which like layers are measured once."""
-    kinds = {}  # of layers with a state, the first of each
+    """Return the states with the working memory of their layers. Layers of one kind are measured once."""
+    kinds = {}  # kind of a layer with a state -> indices of its layers
     for index, (layer, state) in enumerate(zip(layers.layers, states, strict=True)):
         if state and state.tensors:
             sizes = tuple(tuple(parameter.shape) for parameter in layer.parameters())
@@ -317,7 +317,7 @@ def _with_work(layers: Layers, states: list[LayerState | None], embed: Any) -> l
 
 
 def in_each_dtype(model) -> Iterator[torch.dtype]:
-    """Convert an empty model to each dtype that is computed in, and yield it; it stays in DTYPE, the last."""
+    """Convert an empty model to float32, then back to DTYPE, and yield each dtype after its conversion."""
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype == DTYPE]
     for dtype in (torch.float32, DTYPE):
         with torch.inference_mode(False):
@@ -327,9 +327,9 @@ def in_each_dtype(model) -> Iterator[torch.dtype]:
 
 
 def run_alone(layers: Layers, index: int, hidden: torch.Tensor, calls: Sequence[LayerCall]) -> None:
-    """Run a layer that keeps a state, or does not attend, over a prompt's hidden states [1, R, h]."""
+    """Run a layer over a prompt's hidden states [1, R, h], with an empty cache."""
     group = RowGroup(None, None, 1, hidden.shape[1])
-    with suppress(Exception):  # the last operation may be a router of experts, which fails on stand-in sizes
+    with suppress(Exception):  # routing of experts, at the end of a layer, may fail on the meta device
         running = run_group(layers, index, hidden[0], calls[index], group, stand_in(layers))
         if isinstance(running.result, AttentionCall):
             running.resumed(running.result.query.transpose(1, 2)[..., : running.result.value.shape[-1]])
@@ -339,7 +339,10 @@ def _find(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, 
     if kind not in (*RECURRENT, *PLAIN):
         return None
     rows, found = len(hidden_Rh), []
-    for group in (RowGroup(None, None, 1, rows), RowGroup(None, None, rows, 1)):  # a prompt; several first tokens
+    for group in (
+        RowGroup(None, None, 1, rows),
+        RowGroup(None, None, rows, 1),
+    ):  # one prompt; several requests of one token
         found.append(_left(layers, index, hidden_Rh, call, group, stand_in(layers)))
     (long, attends), (short, _) = found
     if long != short:
@@ -349,7 +352,7 @@ def _find(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, 
         raise Unsupported(f"layer {index} keeps a state elsewhere than in transformers' cache")
     if kind in PLAIN and (state.tensors or attends):
         raise Unsupported(f"layer {index} is more than a feed-forward network")
-    if state.tensors:  # it goes on from a state, and leaves one of the same size
+    if state.tensors:  # the layer must read a state, and write one of the same size
         held = [
             hidden_Rh.new_empty(rows, *t.size, dtype=torch.float32 if t.wide else hidden_Rh.dtype)
             for t in state.tensors
@@ -364,7 +367,7 @@ def _find(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, 
 def _left(
     layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, group: RowGroup, made: Any
 ) -> tuple[list[StateTensor], bool]:
-    """Return the tensors that a layer leaves in a cache, and whether it attends."""
+    """Run a layer on a group; return the tensors that it writes to its cache, and whether it attends."""
     attends = False
     try:
         running = run_group(layers, index, hidden_Rh, call, group, made)
@@ -373,7 +376,7 @@ def _left(
             raise Unsupported(f"layer {index} does not give one row a token")
     except Unsupported:
         raise
-    except Exception as error:  # routing of experts has sizes that the meta device cannot know; it comes last
+    except Exception as error:  # the sizes of a routing of experts, at the layer's end, are unknown on the meta device
         if not made.own.changes:
             raise Unsupported(f"layer {index} cannot be run by itself ({one_line(error)})") from error
     left = []

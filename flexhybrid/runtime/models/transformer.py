@@ -1,9 +1,9 @@
-"""An unmodified transformers model whose decoder layers run one at a time, interrupted at their attention call.
+"""Run an unmodified transformers model one decoder layer at a time, and interrupt each layer at its attention call.
 
 The model is on the meta device: it defines the computation and has no memory. When a layer runs, its parameters are
-views of weight slots. Its call is interrupted (``coroutines``) at the attention function, so that the parts before
-(``Layers.begin``) and after it (``Layers.finish``) are separate calls. Around the layers runs the model's own forward,
-with stand-ins for its layers (``Layers.embed``, ``Layers.head``).
+views of weight slots. The layer's call is interrupted (``coroutines``) at the attention function, so that the parts
+before (``Layers.begin``) and after it (``Layers.finish``) are separate calls. ``Layers.embed`` and ``Layers.head`` run
+the model's own forward with stand-ins for the layers.
 
 Shapes: R rows (tokens, in any order, of any request), h hidden, H query heads, G key/value heads, d head size.
 """
@@ -27,29 +27,29 @@ import torch
 from flexhybrid.core.errors import InputError
 from flexhybrid.runtime.models.coroutines import Coroutine, interrupt, started
 
-NAME = "flexhybrid"  #: of our attention, as transformers knows it
+NAME = "flexhybrid"  #: name of our attention function in transformers' registry
 LIBRARIES = ("transformers", "greenlet")
-#: Kinds of layers, as configurations name them, that keep a state, and those that are a feed-forward network alone.
+#: Kinds of layers in configurations: layers with a state, and layers that are only a feed-forward network.
 RECURRENT, PLAIN = ("linear_attention", "mamba", "conv", "hybrid"), ("moe", "mlp")
-DTYPE = torch.bfloat16  #: of models on the meta device
-OLDEST = (5, 6)  #: version of transformers whose layers run here; tried up to 5.23
+DTYPE = torch.bfloat16  #: dtype of models on the meta device
+OLDEST = (5, 6)  #: oldest version of transformers whose layers run here; tested up to 5.23
 
 
 SENSES = ("vision", "audio")
-PART = "language_model."  #: of names in a checkpoint of the whole model
-#: What the whole model's configuration says of its text part too.
+PART = "language_model."  #: part of the names of a text part's tensors in the whole model's checkpoint
+#: Fields of the whole model's configuration that are valid for its text part too.
 OF_THE_WHOLE = ("dtype", "eos_token_id", "tie_word_embeddings")
 
-#: A reason to refuse.
+#: Reason for an Unsupported error.
 OWN_ATTENTION = "it attends by code of its own, not through transformers' AttentionInterface"
 
 
 class Unsupported(Exception):
-    """The model cannot run exactly; says why."""
+    """The model cannot run with exact results. The message says why."""
 
 
 class AttentionCall(NamedTuple):
-    """What a layer passes to its attention: queries [1, H, R, d], keys and values [1, G, R, d]."""
+    """The arguments of a layer's attention call: queries [1, H, R, d], keys and values [1, G, R, d], and others."""
 
     module: torch.nn.Module
     query: torch.Tensor
@@ -60,26 +60,26 @@ class AttentionCall(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """How the model calls a layer: its arguments, without the hidden states that come first."""
+    """The arguments with which the model calls a layer, without the first one (the hidden states)."""
 
     args: tuple
     kwargs: dict[str, Any]
 
 
 class Embedded(NamedTuple):
-    """A forward of a model that waits for what its last layer gives."""
+    """A model's forward, interrupted at its last layer."""
 
-    hidden: torch.Tensor  #: of the first layer [1, R, h], or several of each token [n, 1, R, h]
-    calls: list[LayerCall]  #: of each layer
-    rest: Coroutine  #: it waits; resumed with the last hidden states, it returns logits
+    hidden: torch.Tensor  #: input of the first layer: [1, R, h], or [n, 1, R, h] for n hidden states per token
+    calls: list[LayerCall]  #: one for each layer
+    rest: Coroutine  #: the rest of the forward: resumed with the last hidden states, it returns logits
 
 
-_AT_THE_LAST = object()  #: that forward tells so that it waits
-_NOTHING_ELSE = object()  #: in place of what a layer returns besides hidden states
+_AT_THE_LAST = object()  #: value with which the last layer's stand-in interrupts the forward
+_NOTHING_ELSE = object()  #: replaces a layer's second result
 
 
 def check_libraries() -> None:
-    """Raise InputError if a library that transformers' models need to run layer by layer is missing or too old."""
+    """Raise InputError if a library that runs transformers' layers is missing or too old."""
     if missing := [name for name in LIBRARIES if importlib.util.find_spec(name) is None]:
         raise InputError(
             f"this model would run through transformers' own layers, for which {' and '.join(missing)} must be "
@@ -98,7 +98,7 @@ def _attend(module, query, key, value, attention_mask=None, **options):
     return interrupt(AttentionCall(module, query, key, value, attention_mask, options))
 
 
-#: Takes what transformers would make a mask of (``mask_interface`` in masking_utils), while a model is looked at.
+#: Functions of ``masks_made_by``. The last one replaces transformers' mask maker (``mask_interface``).
 _mask_maker: list[Callable] = []
 
 
@@ -108,7 +108,7 @@ def _mask(*_, mask_function, **others):
 
 @contextmanager
 def masks_made_by(maker: Callable) -> Iterator[None]:
-    """Replace the model's masks by what ``maker`` makes of transformers' mask functions, instead of None."""
+    """Let ``maker`` make the model's masks inside the context, from mask functions. Outside, masks are None."""
     _mask_maker.append(maker)
     try:
         yield
@@ -116,13 +116,15 @@ def masks_made_by(maker: Callable) -> Iterator[None]:
         _mask_maker.pop()
 
 
-_BUILDING = threading.Lock()  #: transformers sets torch's default dtype, which all threads have, and restores it
-_rows = threading.local()  #: ``asked``: this thread runs a forward over rows of any requests
+_BUILDING = threading.Lock()  #: held while transformers changes torch's default dtype, which is global
+_rows = threading.local()  #: ``asked`` is True while this thread runs a model's forward (``Layers.embed``)
 
 
-def _look_for_no_packed_texts() -> None:
-    """Stop transformers from comparing our rows' positions, by which it separates texts in one row: its mask is unused
-    here, and on a GPU the host would wait for the comparison."""
+def _skip_search_for_packed_texts() -> None:
+    """Stop transformers from searching our rows for several packed texts, by comparing positions.
+
+    The resulting mask is unused here, and on a GPU the host would wait for the comparison.
+    """
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
@@ -137,14 +139,14 @@ def _look_for_no_packed_texts() -> None:
     setattr(masking_utils, name, find)
 
 
-#: Packages of CUDA kernels that transformers' recurrent layers look for and do without; it tells of each once.
+#: Packages of CUDA kernels that transformers' recurrent layers could use but are missing. It warns of each once.
 missing_kernels: set[str] = set()
 
 
-def _is_of_no_kernel(record: logging.LogRecord) -> bool:
-    """Record the package that a transformers warning misses; return whether the warning is about something else.
+def _is_about_other_things(record: logging.LogRecord) -> bool:
+    """Return False, and record the package, if a transformers warning is about a missing package of CUDA kernels.
 
-    No CPU has these kernels; on a GPU machine, `flexhybrid doctor` reports missing ones.
+    Machines without a GPU do not need them. On a GPU machine, `flexhybrid doctor` reports missing packages.
     """
     text = record.getMessage()
     packages = re.findall(r"`([^`]+)` is not installed", text)
@@ -154,17 +156,18 @@ def _is_of_no_kernel(record: logging.LogRecord) -> bool:
     return False
 
 
-def _tell_no_missing_kernels() -> None:
-    """Keep transformers' warnings of missing CUDA kernels, and no others, off the terminal."""
+def _hide_missing_kernels() -> None:
+    """Hide transformers' warnings about missing CUDA kernels, and no others."""
     logger = logging.getLogger("transformers.integrations.hub_kernels")
-    if _is_of_no_kernel not in logger.filters:
-        logger.addFilter(_is_of_no_kernel)
+    if _is_about_other_things not in logger.filters:
+        logger.addFilter(_is_about_other_things)
 
 
 def build(folder: Path):
-    """Return transformers' model of a checkpoint's config.json, without weights. Raise Unsupported without one.
+    """Return transformers' model for a checkpoint's config.json, without weights.
 
-    It is made in DTYPE: parts with another dtype keep that at any compute dtype.
+    The model has DTYPE; parts that differ keep their dtype at any compute dtype. Raise Unsupported if transformers
+    cannot build the model, or if its layers or inputs are not supported.
     """
     import transformers
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
@@ -172,8 +175,8 @@ def build(folder: Path):
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
-    _look_for_no_packed_texts()
-    _tell_no_missing_kernels()
+    _skip_search_for_packed_texts()
+    _hide_missing_kernels()
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -193,7 +196,7 @@ def build(folder: Path):
         model.config.dtype = dtype
     except Unsupported:
         raise
-    except Exception as error:  # transformers raises many types for what it does not know or cannot read
+    except Exception as error:  # transformers raises many error types for unknown models and unreadable files
         if isinstance(error, KeyError) and error.args == (NAME,):
             raise Unsupported(OWN_ATTENTION) from None
         raise Unsupported(f"transformers {transformers.__version__} cannot build it: {one_line(error)}") from None
@@ -211,7 +214,7 @@ def takes_more_than_text(config) -> bool:
 
 
 def text_part(config):
-    """Return the configuration of the text part, None without one."""
+    """Return the configuration of a model's text part; None if there is none."""
     text = config.get_text_config()
     if text is config or not getattr(text, "model_type", None):
         return None
@@ -222,7 +225,7 @@ def text_part(config):
 
 
 def own_name(name: str) -> str:
-    """Return the text part's own name for a tensor of the whole model's checkpoint."""
+    """Return the text part's name of a tensor, given its name in the whole model's checkpoint."""
     return name.replace(PART, "", 1)
 
 
@@ -232,7 +235,7 @@ def one_line(error: Exception) -> str:
 
 
 def _stateful_kinds(config) -> list[str]:
-    """Return the kinds of layers that are neither attention to all tokens nor to a window or chunk of them."""
+    """Return the unsupported kinds of layers in a configuration, sorted."""
     kinds = []
     for field in ("layer_types", "layers_block_type"):
         kinds += getattr(config, field, None) or []
@@ -244,7 +247,7 @@ def decoder_layers(model) -> torch.nn.ModuleList:
     """Return the list of a model's decoder layers. Raise Unsupported unless there is exactly one such list."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
-    lists = [m for m in lists if all(any(part.children()) for part in m)]  # not of single matrices
+    lists = [m for m in lists if all(any(part.children()) for part in m)]  # exclude lists of single matrices
     whole = [m for m in lists if not any(m is not other and _within(m, other) for other in lists)]
     if len(whole) != 1:
         raise Unsupported(f"it has {len(whole)} lists of {count} layers")
@@ -252,7 +255,7 @@ def decoder_layers(model) -> torch.nn.ModuleList:
 
 
 def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same elements of the same memory, also on the meta device."""
+    """Return whether two tensors view the same elements of the same memory. Works on the meta device."""
     return one is other or all(
         of(one) == of(other)
         for of in (
@@ -268,14 +271,14 @@ def _within(module: torch.nn.Module, outer: torch.nn.Module) -> bool:
 
 
 class Layers:
-    """The layers of a model, each callable up to its attention and from there on."""
+    """The layers of a model. Each layer runs in two calls, before and after its attention."""
 
     def __init__(self, model):
         self.model, self.layers = model, decoder_layers(model)
-        self._records: dict[int, LayerCall] | None = None  # while stand-ins stand: what they were called with
-        self.hidden_size, self.streams = 0, 1  #: of hidden states; how many of them each token has
+        self._records: dict[int, LayerCall] | None = None  # calls of the stand-ins; None: layers run
+        self.hidden_size, self.streams = 0, 1  #: size of a hidden state, and hidden states per token
         self._passed: torch.Tensor | None = None
-        self._pairs: bool | None = None  # whether a layer returns more than hidden states; None: not known yet
+        self._pairs: bool | None = None  # whether a layer returns a pair; None: unknown
         for index, layer in enumerate(self.layers):
             self._wrap(index, layer)
 
@@ -283,7 +286,7 @@ class Layers:
         return self
 
     def __exit__(self, *_) -> None:
-        """Leave the model as it was before."""
+        """Restore the model."""
         for layer in self.layers:
             del layer.forward
 
@@ -307,14 +310,17 @@ class Layers:
         layer.forward = forward
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> Embedded:
-        """Run the model's forward, with stand-ins for its layers, over tokens at positions, both [R], up to the last
-        layer's result."""
+        """Run the model's forward up to its last layer's result, with stand-ins for its layers.
+
+        ``ids``, ``positions``: token ids and positions, both [R]. Raise Unsupported if the forward does not call each
+        layer once, in order, on the hidden states of the layer before.
+        """
         if self._pairs is not None:
             return self._embed(ids, positions)
         try:
             embedded = self._embed(ids, positions)
             self._pairs = False
-        except Exception as error:  # what a model raises that unpacks what its layers return
+        except Exception as error:  # a model that unpacks its layers' results raises here
             self._pairs = True
             try:
                 return self._embed(ids, positions)
@@ -338,18 +344,21 @@ class Layers:
         return Embedded(hidden, [records[index] for index in range(len(self.layers))], rest)
 
     def rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden states, as the model has them, as one row a token: [R, h], or [R, n·h] of several."""
+        """Convert the model's hidden states to one row per token: [R, h], or [R, n·h] if each token has n."""
         return hidden[0] if self.streams == 1 else hidden[:, 0].transpose(0, 1).flatten(1)
 
     def states_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows as the model has hidden states."""
+        """Convert rows to the model's hidden states. Inverse of ``rows_of``."""
         if self.streams == 1:
             return rows[None]
         return rows.unflatten(1, (self.streams, -1)).transpose(0, 1).contiguous()[:, None]
 
     def head(self, hidden_Rh: torch.Tensor, rest: Coroutine | None = None) -> torch.Tensor:
-        """Return the logits [R, vocab] of the last layer's hidden states. ``rest``: of ``Embedded``, with equal rows;
-        None: another one."""
+        """Return the logits [R, vocab] of the last layer's hidden states.
+
+        ``rest``: the rest of a forward over the same number of rows (default: a new forward). Raise Unsupported if the
+        result is not one row per token.
+        """
         if rest is None:
             zeros = torch.zeros(len(hidden_Rh), dtype=torch.int64, device=hidden_Rh.device)
             rest = self.embed(zeros, zeros).rest
@@ -359,27 +368,27 @@ class Layers:
         return logits
 
     def begin(self, index: int, hidden: torch.Tensor, call: LayerCall) -> Pending:
-        """Run a layer on hidden states, as the model has them, up to its attention."""
+        """Run a layer on hidden states of the model's shape, up to its attention call."""
         layer = self.layers[index]
         return begun(lambda: layer(hidden, *call.args, **call.kwargs))
 
     def finish(self, pending: Pending, attended: torch.Tensor) -> torch.Tensor:
-        """Run the rest of a layer, behind what attention gave [1, R, H, d]; return its hidden states."""
+        """Run the rest of a layer after its attention (output [1, R, H, d]); return the layer's hidden states."""
         return hidden_states(pending.run.resume((attended, None)))
 
 
 def hidden_states(result: Any) -> Any:
-    """Return the hidden states in a layer's result."""
+    """Return the hidden states in a layer's result. Raise Unsupported if the layer attends a second time."""
     if isinstance(result, AttentionCall):
         raise Unsupported("a layer attends twice")
     return result[0] if isinstance(result, tuple) else result
 
 
 def call_directly(model) -> None:
-    """Replace the call of each module by its forward, and make attribute look-ups of modules and configurations direct.
+    """Make modules call their forward directly, and make attribute access of modules and configurations direct.
 
-    Half of a small layer's Python time is spent on absent hooks and attributes. Modules with hooks or unusual look-ups
-    stay unchanged.
+    Otherwise half of a small layer's Python time is spent on looking for hooks and attributes. Modules with hooks and
+    configurations with computed attributes stay unchanged.
     """
     for module in model.modules():
         if not any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks")):
@@ -397,22 +406,22 @@ def _called_directly(kind: type) -> type:
         return self.forward(*args, **kwargs)
 
     def item(self, index):
-        if isinstance(index, slice):  # the class makes another list of modules, an entry at a time
+        if isinstance(index, slice):  # the base class would build another ModuleList
             return list(self._modules.values())[index]
         return super(made, self).__getitem__(index)
 
     made: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
-    made.forward = kind.forward  # classes of transformers wrap the forward that a subclass inherits
+    made.forward = kind.forward  # transformers' classes wrap the forward of a subclass
     if kind is torch.nn.ModuleList:
         made.__getitem__ = item
     return made
 
 
 def _holds_what_it_gives(config) -> bool:
-    """Return whether a configuration's value for a name is what it stores under exactly that name."""
+    """Return whether each attribute of a configuration is the value stored under the same name."""
     try:
         return not config.attribute_map and all(getattr(config, name) is held for name, held in vars(config).items())
-    except RuntimeError:  # what differs from layer to layer must not be read of the model (Gemma 4)
+    except RuntimeError:  # Gemma 4 forbids reading values that differ between layers
         return False
 
 
@@ -423,14 +432,14 @@ def _read_directly(kind: type) -> type:
 
 
 class Pending(NamedTuple):
-    """A layer that waits for its attention."""
+    """A layer that is interrupted at its attention call."""
 
     run: Coroutine
     call: AttentionCall
 
 
 def begun(function: Callable[[], Any]) -> Pending:
-    """Run a function up to its attention call. Raise Unsupported if it makes none."""
+    """Run a function up to its attention call. Raise Unsupported if there is none."""
     run, call = started(function)
     if not isinstance(call, AttentionCall):
         raise Unsupported("a layer makes no attention call through transformers' AttentionInterface")

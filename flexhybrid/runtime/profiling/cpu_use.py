@@ -1,4 +1,4 @@
-"""The processor time that other processes, and the host of a virtual machine, took from this process."""
+"""Measure the processor time used by other processes, and stolen by the host of a virtual machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-STEAL = 7  #: index of the stolen time in the first line of /proc/stat, without its name
-MOST_STOLEN = 0.75  #: above this, cores stand still at the same time, and the sum of their stolen time means nothing
+STEAL = 7  #: index of the stolen time among the numbers in the first line of /proc/stat
+MOST_STOLEN = 0.75  #: limit of the subtracted share; above it, cores stop at the same time, and their sum is wrong
 MOST_OTHERS = 0.05  #: share of the cores that other processes may use in an undisturbed round
 
 
@@ -17,10 +17,10 @@ MOST_OTHERS = 0.05  #: share of the cores that other processes may use in an und
 class CpuUse:
     """Processor time since boot, in seconds; None where /proc/stat is missing."""
 
-    everyone_s: float | None  #: used by all processes here, or taken by the host
-    stolen_s: float | None  #: taken by the host while a process here was ready to run
+    everyone_s: float | None  #: used by all processes of this machine, or stolen by the host
+    stolen_s: float | None  #: stolen by the host while a process of this machine was ready to run
     own_s: float  #: used by this process
-    at_s: float
+    at_s: float  #: time of the reading (``time.perf_counter``)
 
     @staticmethod
     def now() -> CpuUse:
@@ -42,11 +42,11 @@ class CpuUse:
         return max(0.0, others) / max(1e-9, (self.at_s - before.at_s) * (os.cpu_count() or 1))
 
     def left_since(self, before: CpuUse) -> float:
-        """Return the share (0, 1] of the time between two readings that a task would have taken without stolen time.
+        """Return the share (0, 1] of the time between two readings that a task would take without stolen time.
 
-        A core of a virtual machine stands still while the host runs another machine on it, and the threads of a task
-        wait for each other, so the seconds stolen from every core add up. Matrix products of 48 rows on two cores took
-        1,240 to 1,970 µs while 9 to 27 % of the cores were stolen; multiplied by this share, 860 to 1,010 µs.
+        A core of a virtual machine stops while the host runs another machine on it. The threads of a task wait for each
+        other, so the seconds stolen from all cores add up. Matrix products of 48 rows on two cores took 1,240 to
+        1,970 µs while 9 to 27 % of the cores' time was stolen; multiplied by this share, 860 to 1,010 µs.
         """
         if self.stolen_s is None or before.stolen_s is None:
             return 1.0
@@ -54,15 +54,15 @@ class CpuUse:
 
 
 class ThreadAccount(NamedTuple):
-    """What Linux counts for a thread since it began."""
+    """Linux's counters of a thread, since it started."""
 
-    queued_s: float  #: ready to run while no processor was free
+    queued_s: float  #: time in which the thread was ready but had no processor
     wake_ups: int
     preemptions: int
 
     @staticmethod
     def now(folder: Path = Path("/proc/thread-self")) -> ThreadAccount | None:
-        """Return the account of the calling thread; None where the system keeps none."""
+        """Return the counters of the calling thread; None if the system has none."""
         try:
             queued_ns = (folder / "schedstat").read_text(encoding="ascii").split()[1]
             fields = dict(line.split(":", 1) for line in (folder / "status").read_text(encoding="utf-8").splitlines())

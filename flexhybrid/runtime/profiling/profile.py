@@ -1,21 +1,20 @@
-"""Samples of this machine under load: the executor's tasks, timed while the link copies.
+"""Time the executor's tasks on this machine under load, while the link copies data.
 
-Kernels beside a busy link are slower than alone (on two CPU cores by a third), so no kernel is timed alone. A small
-model runs at several sizes, and the seconds of every task come from the traces. A few further runs keep all data on the
-device; they give separate lines for policies that move nothing.
+A kernel runs slower while the link is busy (by a third on two CPU cores), so no kernel is timed alone. A small model
+runs at several sizes, and the traces give the seconds of every task. A few more runs keep all data on the device. They
+give separate lines for policies that move nothing.
 
-On a CPU, interruptions only lengthen a task, and a cold core does. Therefore:
+On a CPU, interruptions and cold cores lengthen tasks, and nothing shortens them. Therefore:
 
-- The sample of a size is the undisturbed time: the median of the lower half of its tasks.
-- All runs are measured in two passes. Those whose long tasks differ are measured again, until the two shortest times of
-  each size agree or the time is up.
-- Tasks count that follow others at once. A device that waits for its link is not what limits a run, but its products
-  take longer: 1.1 to 1.6 times on an Intel Xeon with AMX. So a paced link that would let the device wait is hastened.
-- What copies, threads and the interpreter's lock add on the mean is not in the samples. It is the contention of a
-  resource: seconds a task and a factor (``Hardware.line``). Without it, seventeen of eighteen predictions were too
-  early.
+- The sample of a size is its undisturbed time: the median of the faster half of its tasks.
+- All runs are measured in two passes. Runs whose long tasks differ between passes are measured again, until the two
+  shortest times of each size agree or CPU_SECONDS are over.
+- A task that follows a pause is left out: its matrix products take 1.1 to 1.6 times as long on an Intel Xeon with AMX.
+  A device that waits for its link does not limit a run. So a slow paced link is sped up to keep the device busy.
+- The samples exclude the mean time that copies, threads and the interpreter's lock add. This contention is stored for
+  each resource as seconds per task and a factor (``Hardware.line``). Without it, 17 of 18 predictions were too low.
 
-A GPU has a clock of its own, and one pass of fewer runs. ``policy_search.fit`` fits lines through the samples.
+A GPU times its own kernels and needs one pass of fewer runs. ``policy_search.fit`` fits lines through the samples.
 """
 
 import contextlib
@@ -56,14 +55,14 @@ from flexhybrid.runtime.storage.weights import Weights, WeightSlots
 
 
 class ProfileRun(NamedTuple):
-    """One profiling run: its requests, and the policy's fields except the mini-batch bound."""
+    """One profiling run: its requests, and the fields of its policy except ``max_mini_batch_tokens``."""
 
     requests: int
     context: int
     per_mini_batch: int  #: requests
     cache: dict[str, float]
-    other: dict = {}  #: the policy's fields other than cache; weights are on the host unless named here
-    shared: int = 0  #: tokens of the context that all requests begin with
+    other: dict = {}  #: the policy's other fields; the default for weights is the host
+    shared: int = 0  #: length of the prefix that all requests share, in tokens
 
     @property
     def policy(self) -> Policy:
@@ -76,7 +75,8 @@ def _mix(requests: int, context: int, act: float, per_mini_batch: int) -> Profil
     return ProfileRun(requests, context, per_mini_batch, {"kv@host": 1 - act, "act@host": act})
 
 
-#: One to four mini-batches of 250 to 8,000 tokens and all mixes; slices of weights differ in size with their number.
+#: Mixes of KV and ACT on the host, in one to four mini-batches of 250 to 8,000 tokens. Each number of mini-batches
+#: gives another size for the slices in which weights are loaded.
 MIXES = (
     _mix(4, 128, 0.50, 2),
     _mix(16, 256, 1.00, 4),
@@ -91,9 +91,9 @@ MIXES = (
 _PACKED = Bits(weights=4, kv=4, act=4)
 _HALF = {"kv@host": 0.5, "act@host": 0.5}
 
-#: Fields of other systems: four bits, attention and hidden states on the host, a cache on the device, a recomputed
-#: prefix. A line holds for one number of bits (eight cost less per byte); systems that quantize use four. Runs with
-#: equal bits are consecutive, because each change loads the weights again.
+#: Policies of other systems: 4 bits, attention or hidden states on the host, a cache on the device, recomputed tokens.
+#: A line is valid for one number of bits (8 bits cost less per byte), and systems that quantize use 4. Runs with equal
+#: bits are consecutive, because a change of bits loads the weights again.
 OTHERS = (
     ProfileRun(4, 256, 2, {"kv@host": 1.0}, {"attention": "host"}),
     ProfileRun(8, 512, 4, {"kv@host": 1.0}, {"attention": "host"}),
@@ -104,41 +104,42 @@ OTHERS = (
     ProfileRun(16, 512, 8, _HALF, {"bits": _PACKED}),
 )
 
-#: Everything on the device: verbs run while nothing crosses the link.
+#: Runs with all data on the device: nothing crosses the link while their verbs run.
 _RESIDENT = {"kv@device": 1.0}, {"weights": Placement(device=1.0)}
 ALONE = (
     ProfileRun(4, 128, 2, *_RESIDENT),
     ProfileRun(16, 256, 8, *_RESIDENT),
-    ProfileRun(96, 64, 96, *_RESIDENT),  # jobs over files have large mini-batches
+    ProfileRun(96, 64, 96, *_RESIDENT),  # a mini-batch as large as in jobs over files
     ProfileRun(48, 256, 16, *_RESIDENT),
 )
 
 
 def _sharing(*place) -> tuple[ProfileRun, ...]:
-    """Requests with equal beginnings: what the rest of their prompts attends to, and what each decodes with others."""
+    """Return two runs with a shared prefix, which the rest of the prompts and the decode steps attend to."""
     return ProfileRun(8, 128, 8, *place, shared=64), ProfileRun(32, 256, 32, *place, shared=192)
 
 
 _HOST_KV = {"kv@host": 1.0}
-#: Many queries attend to what is read once: attention has a rate by the operation there, and elsewhere one by the byte.
+#: Runs with a shared prefix. Many queries attend to data that is read once, so the time of attention depends on FLOPs.
+#: In all other runs it depends on bytes.
 SHARED = (
-    ProfileRun(8, 256, 2, _HOST_KV, shared=192),  # chunks of one or two prompts, as when places are refilled
+    ProfileRun(8, 256, 2, _HOST_KV, shared=192),  # chunks of one or two prompts, like those of joining requests
     *_sharing(_HOST_KV),
     *_sharing(_HOST_KV, {"attention": "host"}),
 )
 ALONE += _sharing(*_RESIDENT)
 RUNS = MIXES + SHARED + OTHERS + ALONE
-#: On a GPU: KV-Gen of about 10^10, 10^11 and 10^12 FLOP at OPT-6.7B's width, whose small sizes do not fill the device.
+#: Runs on a GPU. KV-Gen takes about 10^10, 10^11 and 10^12 FLOP at OPT-6.7B's width; the small sizes do not fill a GPU.
 GPU_RUNS = (MIXES[0], MIXES[3], _mix(16, 928, 1.00, 16), MIXES[6]) + SHARED + OTHERS + ALONE
 
 
-#: What a profile may omit if no requested or searched policy can use it. Every profile has mixes of KV and ACT on the
-#: host.
+#: Parts that a profile may omit if no requested or searched policy can use them. Every profile has mixes of KV and ACT
+#: on the host.
 PARTS = frozenset({"resident", "shared prefixes", "host attention", "token recomputation", "four bits"})
 
 
 def parts_of(run: ProfileRun) -> frozenset[str]:
-    """Return the parts of a profile without which a run is left out."""
+    """Return the parts of a profile that a run belongs to. A profile without one of these parts omits the run."""
     uses = {
         "resident": run.policy.stays_on_device,
         "shared prefixes": run.shared > 0,
@@ -150,60 +151,60 @@ def parts_of(run: ProfileRun) -> frozenset[str]:
 
 
 def runs_of(device: str, parts: frozenset[str] = PARTS) -> list[ProfileRun]:
-    """Return the runs of a pass over a "cpu" or a "cuda" device for these parts of a profile."""
+    """Return the runs of one pass for these parts of a profile. ``device``: "cpu" or "cuda"."""
     return [run for run in (GPU_RUNS if device == "cuda" else RUNS) if parts_of(run) <= parts]
 
 
 def num_passes(device: str) -> int:
-    """Return how often all runs are measured."""
+    """Return the number of passes over all runs."""
     return 1 if device == "cuda" else 2
 
 
-#: Policies of which Python's time for a task is the mean, and the layers of the model that they run.
+#: Policies that measure the mean time of Python per task, and the narrow model that they run.
 LAUNCHED = _mix(4, 100, 0.50, 2).policy, ProfileRun(4, 100, 2, *_RESIDENT).policy
 LAUNCHED_SHAPE = replace(shape_by_name("opt-125m"), num_layers=32, hidden=64, ffn=64, vocab=64, num_kv_heads=2)
-MOST_LAYERS = 8  #: that are profiled
-#: Least layers on a GPU: the first layer's wait for the step's index tensors behind a copy of weights is then an
-#: outlier, as in a whole model, and not half of the mean.
+MOST_LAYERS = 8  #: limit of profiled layers
+#: Minimum number of layers on a GPU. A step's first layer waits until a copy of weights lets its index tensors through.
+#: With four layers this wait is an outlier, as in a whole model; with two it would be half of the mean.
 GPU_LAYERS = 4
-SHORTEST = 32  #: tokens of a context, below which no context is cut
-#: Times the median: longer samples are left out of a mean, as disturbed by other processes. Not three times: in a job
-#: one short task in ten waits that long for a thread or for Python's lock.
+SHORTEST = 32  #: tokens; a context is not halved below this length
+#: Samples longer than this multiple of the median are left out of a mean, as disturbed by other processes. A multiple
+#: of 3 is too small: one in ten short tasks of a job waits that long for a thread or for Python's lock.
 OUTLIER = 10.0
-PAUSE_S = 2e-4  #: a task that begins so long after the one before it follows a pause
-LEAST_IN_A_ROW = 4  #: tasks of a size that followed others at once; where there are fewer, all count
-#: Seconds of a task of which the host of a virtual machine steals a share like that of the run's; of most shorter tasks
-#: it steals nothing, and their lower half shows none.
+PAUSE_S = 2e-4  #: a task follows a pause if it begins this long after the previous task's end
+LEAST_IN_A_ROW = 4  #: if fewer tasks of a size follow no pause, all tasks of the size count
+#: The host of a virtual machine steals the same share of a longer task as of the whole run. It steals nothing from most
+#: shorter tasks, so the faster half of them is undisturbed.
 LONG_S = 1e-2
-#: The pace of a hastened link, in bytes a second of computing, times those that each of these seconds needs.
-HASTE = 1.25
-AGREE = 1.05  #: ratio up to which the two shortest times of a size agree
-WEIGHTY = 0.05  #: share of its run's computing seconds from which a size counts
-CPU_SECONDS = 45.0  #: after which no run of a CPU is measured a third time
-#: Of a GPU's times of a size, those below a gap of this ratio count, with at least an eighth on each side. The others
-#: wait for the host: the first layer of a step 300 µs, where 25 are work (an H200).
+HASTE = 1.25  #: rate of a sped-up link, as a multiple of the rate at which the device uses the data
+AGREE = 1.05  #: the two shortest times of a size agree up to this ratio
+WEIGHTY = 0.05  #: a size matters from this share of its run's computing time
+CPU_SECONDS = 45.0  #: after this time, a CPU's runs are not measured again
+#: A GPU's times of one size may form two clusters, separated by a gap of at least this ratio, each with at least an
+#: eighth of the times. The upper cluster is left out, because it waits for the host: the first layer of a step takes
+#: 300 µs on an H200, of which 25 µs are work.
 CLUSTERS_APART, CLUSTER_SHARE = 3.0, 1 / 8
-DISAGREE, REPORTED_S = 1.15, 1e-3  #: ratio of two passes above which they are reported, of tasks that take so long
-DECODE_SECONDS, DECODES = 0.4, 5  #: of each run and pass; few steps of a small model could miss slow phases
-ANSWER, SHARED_ANSWER = 4, 8  #: tokens; where requests share a prefix, their batch is decoded once
+DISAGREE, REPORTED_S = 1.15, 1e-3  #: two passes' times above this ratio are reported, if they are this long
+DECODE_SECONDS, DECODES = 0.4, 5  #: limits of each run's decoding in a pass; fewer steps could miss slow phases
+ANSWER, SHARED_ANSWER = 4, 8  #: tokens; a batch with a shared prefix is decoded only once
 LINK_SIZES = tuple(1 << n for n in range(16, 25, 2))  #: bytes, 64 KiB to 16 MiB
-LINK_SECONDS = 0.06  #: approximate time of the copies of one size, back to back
+LINK_SECONDS = 0.06  #: approximate time for all copies of one size
 
 Sample = tuple[float, float, float]  #: (flops, bytes, seconds)
 
 
 @dataclass
 class ProfileSamples:
-    """Samples by line key, disagreements of the two passes, the faster compute dtype (on a CPU; else None)."""
+    """Samples by line key; the sizes whose passes disagree; the faster compute dtype of a CPU (None on a GPU)."""
 
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     disagreements: list[str] = field(default_factory=list)
     faster_dtype: str | None = None
-    attends_in_place: bool = False  #: ``AttentionPaths.in_place`` of the runs
-    #: computing resource of a CPU ("compute_alone": while nothing crosses the link) -> (undisturbed seconds, mean
-    #: seconds, number of tasks) of each size
+    attends_in_place: bool = False  #: whether the runs attended in place (``AttentionPaths.in_place``)
+    #: Computing resource of a CPU -> (undisturbed seconds, mean seconds, number of tasks) of each size.
+    #: "compute_alone" holds the runs in which nothing crosses the link.
     contention: dict[str, list[tuple[float, float, int]]] = field(default_factory=dict)
-    after_pause: dict[str, float] = field(default_factory=dict)  #: line -> ratio to the time without a pause before it
+    after_pause: dict[str, float] = field(default_factory=dict)  #: line -> time after a pause / time without a pause
 
 
 def faster_cpu_dtype(shape: ModelShape) -> str:
@@ -235,19 +236,20 @@ def profile(
     runs: Sequence[ProfileRun] | None = None,
     budgets: Budgets = NO_BUDGETS,
 ) -> ProfileSamples:
-    """Measure this machine for models of this shape, by runs of a few of its layers with random weights.
+    """Measure this machine for models of this shape, by running a few layers with random weights.
 
-    ``runs``: None: ``runs_of`` the device. ``on_progress`` is called after each run of the first ``num_passes``.
-    Contexts are cut to the model's positions, and runs to ``budgets`` (bytes by tier). Runs that the executor refuses
-    for this model (rows that do not pack) are left out, and their verbs have no line.
+    ``runs`` defaults to ``runs_of`` the device. ``on_progress`` is called after each run of the first ``num_passes``
+    passes. Contexts are cut to the model's maximum length, and runs are halved until they fit ``budgets``. Runs that
+    the executor refuses for this model (for example, if its rows cannot be quantized) are left out; their verbs get no
+    line.
     """
     small = profiled_layers(shape, GPU_LAYERS if device.type == "cuda" else 2)
-    placed: dict[object, tuple[Weights, WeightSlots]] = {}  # of the latest bits and placement
+    placed: dict[object, tuple[Weights, WeightSlots]] = {}  # only the latest bits and placement
 
     def weights_of(policy: Policy) -> tuple[Weights, WeightSlots]:
         key = policy.bits.weights, policy.weights
         if key not in placed:
-            placed.clear()  # one set at a time: two may exceed the budgets
+            placed.clear()  # two sets of weights may exceed the budgets
             weights = Weights(small, RandomWeights(small, device=device.type), dtype, device, policy)
             placed[key] = weights, weights.make_slots()
         return placed[key]
@@ -273,11 +275,11 @@ def profile(
             todo = [run for run in all_runs if weighty[id(run)] & apart] if in_time else []
     result = samples_of(passes, device.type)
     result.samples[LAUNCHER] = [(0.0, 0.0, launch_seconds(shape, dtype, device))]
-    # Verbs without samples only move memory, like assemble on the device (or attend in place) and scatter on the host.
+    # Verbs without samples only move memory, like assemble (or attend in place) on the device, scatter on the host.
     result.samples["compute"] = result.samples.get("assemble", result.samples["attend"])
     result.samples["host_compute"] = result.samples["scatter"]
     if "dequantize_weights" in result.samples:
-        # All layers have one size, which gives no slope. Keys and values are dequantized at the same rate.
+        # All layers have one size, which gives no slope. The samples of keys and values do, at the same rate.
         result.samples["dequantize_weights"] += result.samples["dequantize_kv"]
     if device.type == "cpu":
         result.faster_dtype = faster_cpu_dtype(shape)
@@ -286,8 +288,10 @@ def profile(
 
 
 def profiled_layers(shape: ModelShape, least: int = 2) -> ModelShape:
-    """Return the first layers of a model, ``least`` at least, that have all of its kinds of weights (of MOST_LAYERS of
-    them); its windows take turns in them, wherever the model has them."""
+    """Return a model of the first layers that have all kinds of weights: ``least`` to MOST_LAYERS layers.
+
+    Its layers use the windows of the whole model in turn.
+    """
     counts = enumerate(shape.weights_counts)
     first = [next(i for i in range(shape.num_layers) if shape.weights_kind(i) == kind) for kind, n in counts if n]
     windows = list(dict.fromkeys(kind.window for kind in shape.layer_kinds))
@@ -299,24 +303,24 @@ def profiled_layers(shape: ModelShape, least: int = 2) -> ModelShape:
 
 
 class Stretch(NamedTuple):
-    """The trace of one call of the executor."""
+    """The trace of one timed call of the executor."""
 
     trace: list[TraceEvent]
     seconds: float
-    left: float  #: share of the seconds that the host did not steal (``CpuUse.left_since``)
+    left: float  #: share of the seconds that a virtual machine's host did not steal (``CpuUse.left_since``)
     alone: bool  #: whether nothing crossed the link
-    hastened: bool = False  #: whether the link's pace was not the one that was asked for
+    hastened: bool = False  #: whether the link was faster than the requested pace
 
 
-#: (line key, flops, bytes) -> (seconds of such tasks without, and with, a pause before them)
+#: (line key, FLOPs, bytes) -> (seconds of each task without a pause before it, and with one)
 TaskTimes = dict[tuple[str, float, float], tuple[list[float], list[float]]]
 
 
 def kernel_times(stretches: Sequence[Stretch], device: str) -> TaskTimes:
     """Return the seconds of all tasks that have a line.
 
-    Long kernels on the CPU (LONG_S) exclude stolen time; with it, two profiles of one virtual machine predicted 11.5
-    and 17.8 s for one job. A GPU's pauses cannot be separated.
+    Stolen time is subtracted from long CPU tasks (LONG_S). Without this, two profiles of one virtual machine predicted
+    11.5 and 17.8 s for the same job. Tasks after a pause are told apart on a CPU only.
     """
     on_cpu = {"host_compute", "compute"} if device == "cpu" else {"host_compute"}
     times: TaskTimes = {}
@@ -343,19 +347,19 @@ def add_times(times: TaskTimes, more: TaskTimes) -> None:
 
 
 def _counted(key: str, times: tuple[list[float], list[float]]) -> list[float]:
-    """Return the seconds that count: on a link all; else those not after a pause, if there are enough."""
+    """Return the seconds that count: all on a link; elsewhere those without a pause, if there are LEAST_IN_A_ROW."""
     in_a_row, paused = times
     return in_a_row if len(in_a_row) >= LEAST_IN_A_ROW and not crosses_link(key) else in_a_row + paused
 
 
 def _weighty(times: TaskTimes) -> set:
-    """Return the sizes that took WEIGHTY of the computing seconds of a run."""
+    """Return the sizes that took more than WEIGHTY of a run's computing seconds."""
     seconds = {key: sum(map(sum, of)) for key, of in times.items() if not crosses_link(key[0])}
     return {key for key, of in seconds.items() if of > WEIGHTY * sum(seconds.values())}
 
 
 def samples_of(passes: Sequence[TaskTimes], device: str) -> ProfileSamples:
-    """Return the samples of all passes, their disagreements, and a CPU's contention and slowness after pauses."""
+    """Return the samples of all passes; for a CPU also its contention and its slowdown after pauses."""
     result = typical_of_passes(*(typical_times(times, device) for times in passes))
     merged: TaskTimes = {}
     for times in passes:
@@ -377,8 +381,10 @@ def samples_of(passes: Sequence[TaskTimes], device: str) -> ProfileSamples:
 
 
 def typical_times(times: TaskTimes, device: str) -> dict[tuple, float]:
-    """Return the undisturbed seconds of each size: on a CPU's links, which copies back to back keep to their pace, and
-    on a GPU, the mean."""
+    """Return the typical seconds of each size: the mean on a GPU and on a CPU's links, else the undisturbed time.
+
+    A CPU's link is paced, so only the mean of consecutive copies is right.
+    """
     return {
         key: _lower_half(of) if device == "cpu" and not crosses_link(key[0]) else _typical(of, device)
         for key, of in ((key, _counted(key[0], of)) for key, of in times.items())
@@ -386,8 +392,10 @@ def typical_times(times: TaskTimes, device: str) -> dict[tuple, float]:
 
 
 def typical_of_passes(*passes: dict[tuple, float]) -> ProfileSamples:
-    """Return the mean of the two shortest times of each size that all of the first two passes have, {(line key, flops,
-    bytes): seconds}, and the sizes whose two differ."""
+    """Return the mean of each size's two shortest times, and the sizes whose two shortest times disagree.
+
+    A pass is {(line key, FLOPs, bytes): seconds}. Sizes missing from one of the first two passes are left out.
+    """
     result = ProfileSamples()
     for key in sorted(set.intersection(*map(set, passes[:2]))):
         (name, flops, num_bytes), seconds = key, sorted(of[key] for of in passes if key in of)[:2]
@@ -408,13 +416,13 @@ def _apart(passes: Sequence[TaskTimes], device: str) -> set:
 
 
 def _lower_half(samples: Sequence[float]) -> float:
-    """Return the median of the lower half."""
+    """Return the median of the faster half of the samples."""
     times = np.sort(samples)
     return float(np.median(times[: (len(times) + 1) // 2]))
 
 
 def _typical(samples: list[float], device: str) -> float:
-    """Return the mean without outliers; on a GPU, that of the lower of two clusters."""
+    """Return the mean without outliers; on a GPU without the upper of two clusters (CLUSTERS_APART)."""
     times = np.sort(samples)
     if device == "cuda" and len(least := times[: math.ceil(CLUSTER_SHARE * len(times))]) < len(times):
         gaps = times[len(least) : len(times) - len(least) + 1] / times[len(least) - 1 : len(times) - len(least)]
@@ -424,10 +432,10 @@ def _typical(samples: list[float], device: str) -> float:
 
 
 def _line_key(task: Task) -> str | None:
-    """Return the key of a task's line: its verb, and what ``Work.line`` adds.
+    """Return the key of a task's line: its verb and the suffix ``Work.line``; None for tasks without samples.
 
-    None for stores, whose few rows per decode step say nothing about a link (they use d2h's line), and for a
-    selection's work after the prompt (it uses the line of the guesses).
+    Stores have no samples, because the few rows of a decode step say nothing about a link. They use the line of d2h.
+    A selection's work after a prompt uses the line of its guesses in decode steps.
     """
     after_prompt = task.verb == "speculate" and not task.iteration
     return None if task.resource == "d2h" or after_prompt else task.verb + task.work.line
@@ -440,10 +448,11 @@ def _run(
     link_gb_per_s: float | None,
     budgets: Budgets,
 ) -> list[Stretch]:
-    """Run the prefill and three decode iterations, then repeat the decode, up to ``DECODES`` times, for
-    ``DECODE_SECONDS``; requests that share a prefix are decoded once. On a GPU all that is run once before. Return no
-    stretch where the executor refuses the model, the device cannot hold all of it, or the budgets hold not all of those
-    that share."""
+    """Run the prefill and three decode iterations, then repeat the decode for DECODE_SECONDS or until DECODES calls.
+
+    Requests that share a prefix are decoded once. A GPU runs everything once before it is timed. Return [] if the
+    executor refuses the model, or if a run with resident data or a shared prefix does not fit the budgets.
+    """
     alone, run = run in ALONE, run._replace(context=min(run.context, shape.max_positions - SHARED_ANSWER))
     try:
         check_runnable(shape, run.policy)
@@ -462,12 +471,12 @@ def _run(
             return []
         if (fewer := _halved(run)) == run:
             if wave.policy.stays_on_device:
-                return []  # no job will fit either
+                return []  # no job fits either
             break
         run = fewer
     engine = Engine(weights, wave.policy, sizes, link_gb_per_s, slots=slots)
     session = Session(engine, wave)
-    if device == "cuda":  # kernels are compiled, and graphs captured
+    if device == "cuda":  # compile kernels and capture graphs before timing
         session.generate()
         session = Session(engine, _wave(problem, run)) if run.shared else session
 
@@ -488,7 +497,7 @@ def _run(
 
 
 def _hasten(engine: Engine, trace: list[TraceEvent], gb_per_s: float) -> bool:
-    """Let a paced link keep ahead of the computing of these decode iterations; return whether its pace has changed."""
+    """Speed up a paced link so that it does not delay these decode iterations; return whether its pace changed."""
     decoded = [event for event in trace if event.task.iteration]
     computing_s = sum(end - start for task, start, end in decoded if task.resource == "compute")
     num_bytes = sum(task.work.link_bytes for task, *_ in decoded if task.resource == "h2d")
@@ -500,10 +509,10 @@ def _hasten(engine: Engine, trace: list[TraceEvent], gb_per_s: float) -> bool:
 
 
 def launch_seconds(shape: ModelShape, dtype: str, device: torch.device) -> float:
-    """Return the processor seconds that Python takes for a task of a decode, with the heads of a model.
+    """Return the processor seconds that Python takes per decode task of a model with this shape's heads.
 
-    By a model so narrow that nothing else takes long, and as deep as models are: what a step makes once is shared out
-    among its layers. With four layers a task seemed to take five times as long.
+    The measured model is so narrow that its kernels take little time. It has 32 layers, like real models, because the
+    setup of a step counts once for all its layers: with four layers, a task seemed to take five times as long.
     """
     narrow = replace(LAUNCHED_SHAPE, num_heads=2 * shape.queries_per_key, head_dim=shape.head_dim)
     lengths, source = Workload.uniform(4, 32, 8), RandomWeights(narrow, device=device.type)
@@ -512,15 +521,15 @@ def launch_seconds(shape: ModelShape, dtype: str, device: torch.device) -> float
         weights = Weights(narrow, source, dtype, device, policy)
         with Session.of(weights, policy, lengths) as session:
             if graphs := session.executor.graphs:
-                graphs.joins_steps = False  # a task's share of those is less
-            session.generate(RunControl())  # kernels are compiled, and graphs captured
+                graphs.joins_steps = False  # a graph of a whole step would take less Python time per task
+            session.generate(RunControl())  # compile kernels and capture graphs before timing
             num_tasks += sum(1 for _ in stream(session.wave, first_iteration=1))
             seconds += min(session.decode_result(control=RunControl()).launch_s for _ in range(2))
     return seconds / num_tasks
 
 
 def _wave(problem: Problem, run: ProfileRun) -> Wave:
-    """Return a run's requests as a wave, or as a batch where they share a prefix."""
+    """Return the wave of a run's requests; requests that share a prefix get an open batch."""
     if not run.shared:
         return admit(problem, run.policy, Workload.uniform(run.requests, run.context, ANSWER))
     beginning = Prefixes(np.array([min(run.shared, run.context - 1)]), np.array([-1]), np.zeros(run.requests, np.int64))
@@ -529,16 +538,16 @@ def _wave(problem: Problem, run: ProfileRun) -> Wave:
 
 
 def _halved(run: ProfileRun) -> ProfileRun:
-    """Return the run with half of the requests, or half of the context of a single request, down to SHORTEST."""
+    """Return the run with half its requests; for a single request, with half its context, at least SHORTEST tokens."""
     if run.requests > 1:
         return run._replace(requests=run.requests // 2, per_mini_batch=max(1, run.per_mini_batch // 2))
     return run._replace(context=max(run.context // 2, min(run.context, SHORTEST)))
 
 
 def _link_samples(device: torch.device, link_gb_per_s: float | None) -> list:
-    """Return ((key, 0, bytes), seconds) of both link directions, alone and at once, by the links' own copies.
+    """Return ((line key, 0, bytes), seconds) of copies in each link direction, alone and both at once.
 
-    A paced CPU link is also measured without its pace, so that one profile serves paced and unpaced runs.
+    A paced CPU link is also measured without its pace, so that one profile is valid for paced and unpaced runs.
     """
     if device.type == "cuda":
         return _time_links(CudaCopies(), device)
@@ -551,7 +560,7 @@ def _time_links(copies: CpuCopies | CudaCopies, device: torch.device, suffix: st
     target = {size: torch.zeros(size, dtype=torch.uint8, device=device) for size in LINK_SIZES}
 
     def time_copies(direction: str, key: str) -> list:
-        """Time copies back to back, without the credit or wake-up of the first."""
+        """Time consecutive copies. Leave out the first ones, which wake a thread or use up saved pace."""
         own = torch.cuda.Stream(device) if device.type == "cuda" else None
 
         def seconds_of(count: int, size: int) -> float:

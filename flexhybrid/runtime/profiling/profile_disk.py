@@ -1,8 +1,8 @@
-"""Samples of a disk: reads and writes of the scratch space, calls of several sizes back to back.
+"""Time reads and writes of a disk's scratch space, in consecutive calls of several sizes.
 
-The file is filled with noise before it is read (a block never written costs no disk access, and some disks compress).
-Where reads go through the page cache, the cache is emptied first and nothing is read twice. The caches of the device,
-and of the host of a virtual machine, cannot be emptied.
+The file is filled with noise before it is read, because an unwritten block costs no disk access and some disks compress
+data. If reads go through the page cache, the cache is emptied first and nothing is read twice. The caches of the disk
+itself, and of a virtual machine's host, cannot be emptied.
 """
 
 import time
@@ -17,7 +17,7 @@ from flexhybrid.runtime.storage.host_memory import HostMemory
 SPACE_BYTES = 1 << 28
 SIZES = tuple(1 << n for n in range(16, 27, 2))  #: bytes per call, 64 KiB to 64 MiB
 SIZE_SECONDS = 0.1  #: approximate time of the calls of one size
-SLOW_CALL_S = 1.0  #: a call that takes longer is the last size tried
+SLOW_CALL_S = 1.0  #: larger sizes are skipped if a call takes longer than this
 
 
 def profile_disk(
@@ -25,8 +25,8 @@ def profile_disk(
 ) -> tuple[ProfileSamples, str]:
     """Return samples of "disk_read" and "disk_write" in a folder, and a line that describes the disk.
 
-    A paced disk is also measured without its pace ("disk_read_unpaced", …), so that one profile serves paced and
-    unpaced runs. ``space_bytes`` are allocated meanwhile. Raise InputError as DiskSpace does.
+    A paced disk is also measured without its pace ("disk_read_unpaced", …), so that one profile is valid for paced and
+    unpaced runs. A file of ``space_bytes`` exists meanwhile. Raise InputError if ``DiskSpace`` cannot be created.
     """
     with DiskSpace(directory, space_bytes, gb_per_s) as space:
         noise = HostMemory(pinned=False).bytes(max(sizes))
@@ -48,9 +48,9 @@ def profile_disk(
 
 
 def _time_calls(space: DiskSpace, direction: str, memory, sizes) -> list[tuple[int, float]]:
-    """Return (bytes, seconds per call) of each size, without the wake-up of the first calls.
+    """Return (bytes, seconds per call) of each size, without the first calls, which may wake the disk.
 
-    A pace catches up after a late wake-up, so a few calls may seem faster than the pace; they count at the pace.
+    A paced disk catches up after a delay, so a few calls may seem faster than the pace. Count these at the pace.
     """
     samples = []
     for size in sizes:
@@ -67,7 +67,7 @@ def _time_calls(space: DiskSpace, direction: str, memory, sizes) -> list[tuple[i
 
 
 def _several(space: DiskSpace, direction: str, memory, places) -> float:
-    """Return the seconds of one call at each place (a multiple of the memory's size), flushing after writes."""
+    """Return the seconds of one call at each place, flush included. ``places`` count in sizes of ``memory``."""
     start = time.perf_counter()
     for place in places:
         getattr(space, direction)([(place * len(memory), memory)])

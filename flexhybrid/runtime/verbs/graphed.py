@@ -1,28 +1,28 @@
-"""CUDA graphs of decode steps: one is captured per form, and launched in one call.
+"""Capture decode steps as CUDA graphs, and launch each graph in one call. Steps of equal form share a graph.
 
-A **form** is all that a graph keeps: addresses and Python values. What changes from step to step is at fixed device
-addresses: hidden states, keys, values, queries, rotations, places of new rows, and attention's table of blocks. Weights
-and pools have their layer's addresses, or their slot's if streamed: layers that share a slot share a graph.
+A **form** has everything that a graph captures: addresses and Python values. Data that change from step to step are at
+fixed device addresses: hidden states, keys, values, queries, rotations, places of new rows, and attention's table of
+blocks. Weights and pools have one address per layer. Streamed weights have one per slot, so layers with the same slot
+share a graph.
 
-Positions, cells of the token table, offsets in blocks and filled tokens grow by one per step: an addition on the device
-**counts them up** (``FixedStep``). The host recomputes and uploads a step when a request joins, leaves, takes a block
-or first reads from one; and every step if a window hides tokens, requests change their logits, or the cache has
-both(…).
+Positions, cells of the token table, offsets in blocks and numbers of filled tokens grow by one per step. An addition on
+the device **counts them up** (``FixedStep``). The host uploads the data of a step
 
-Adjacent verbs of a position share a graph (``JointLaunch``): a whole layer if weights and cache are on the device.
-There a whole step has one graph, ``embed`` to ``sample``, if no other mini-batch's or prompt's task comes between and
-no request has a grammar, changes its logits or asks for log probabilities. Uploads and counting precede it. Its form
-includes the wave's token table and sampled tokens. A request that leaves, and a table that outgrows its memory or is
-read in more parts, change the form.
+- if a request joins, leaves, takes a block or first reads from one;
+- in every step, if a window hides tokens, requests change their logits, or the cache has both(…).
 
-A recomputed prefix grows by whole blocks: each width is a form. Graphs have room for ``memory.GRAPH_ROWS`` rows; larger
-steps are launched kernel by kernel.
+Adjacent verbs of a position share a graph (``JointLaunch``). If weights and cache are on the device, a graph covers a
+layer. It covers a whole step (``embed`` to ``sample``), if also no other task comes between the step's tasks and no
+request has a grammar, changes its logits or asks for log probabilities. Uploading and counting come before this graph.
+Its form also includes the wave's token table and sampled tokens. The form changes if a request leaves, or if a table
+outgrows its memory or is read in more parts.
 
-A form first runs without a graph, while libraries load kernels and take memory. The second time its graph is captured,
-on the compute lane's stream, while other lanes go on. All graphs share one memory pool for overlapping temporaries,
-because they run one after another.
+A recomputed prefix grows by whole blocks, and each width is a form. Graphs have memory for ``memory.GRAPH_ROWS`` rows.
+Larger steps are launched kernel by kernel.
 
-Graphs belong to the engine: its later waves reuse those of equal forms.
+A form runs without a graph at first, because libraries then load kernels and allocate memory. Its graph is captured the
+second time, on the compute lane's stream, while other lanes continue. Graphs run one after another, so all of them use
+one memory pool for temporary tensors. They belong to the engine, whose later waves reuse graphs of equal forms.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ from flexhybrid.runtime.verbs.attending_in_place import StepExtents, memory_name
 if TYPE_CHECKING:
     from flexhybrid.runtime.kernels.attend_triton import BlockTable
 
-#: Captured verbs: few kernels, whose number and shapes do not grow with the context, except by blocks of a recomputed
-#: prefix. Products over whole contexts, and unpacking loaded ones, take longer than their launch.
+#: Captured verbs. They launch few kernels, and the number and shapes of these grow only with a recomputed prefix. Other
+#: verbs process whole contexts, which takes longer than launching their kernels.
 VERBS = ("dequantize_weights", "project", "quantize", "attend", "attend_recomputed", "finish", "scatter_device")
-LATER = {verb: VERBS[place + 1 :] for place, verb in enumerate(VERBS)}  #: by verb those behind it
-ENDS = ("embed", "head", "sample")  #: of a step, beside ``VERBS``; captured with all of it
+LATER = {verb: VERBS[place + 1 :] for place, verb in enumerate(VERBS)}  #: verb -> the captured verbs after it
+ENDS = ("embed", "head", "sample")  #: first and last verbs of a step; captured only with the whole step
 STEP_WORKS = {*VERBS, *ENDS, "store_out"}
-KEPT_STEPS = 4  #: steps without use after which a graph may be replaced
-MOST_FORMS = 1 << 14  #: that are remembered as seen once
+KEPT_STEPS = 4  #: a graph may be dropped after this number of steps without use
+MOST_FORMS = 1 << 14  #: limit of stored forms; above it, those without a graph are forgotten
 
 Verb = Callable[[Any, Task], None]
 
 
 @lru_cache
 def pool_keeper(device: torch.device) -> torch.cuda.CUDAGraph:
-    """Return a graph that owns the memory pool of all graphs of a device, so that later runs reuse it. The first call
-    captures it, on the current stream.
+    """Return a graph that owns the memory pool of all graphs of a device; the first call captures it.
 
-    It is kept for good: torch 2.11 does not reuse a pool whose graphs are all gone (CachingHostAllocator.h, use_count).
+    It is kept until the process ends, because torch 2.11 does not reuse a pool after all of its graphs are deleted
+    (CachingHostAllocator.h, use_count).
     """
     with _captured(torch.cuda.graph_pool_handle()) as keeper:
         torch.zeros(1, device=device, dtype=torch.uint8)
@@ -81,38 +81,44 @@ def pool_keeper(device: torch.device) -> torch.cuda.CUDAGraph:
 
 @contextlib.contextmanager
 def _captured(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """Capture the launches of the block in a graph, with memory of ``pool``; other lanes may go on."""
+    """Capture the block's launches in a graph that allocates from ``pool``. Other lanes may launch meanwhile."""
     graph = torch.cuda.CUDAGraph()
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         yield graph
         graph.capture_end()
     except BaseException:
-        with contextlib.suppress(Exception):  # the first error says more
+        with contextlib.suppress(Exception):  # the first error is the one to report
             graph.capture_end()
-        with contextlib.suppress(Exception):  # else torch 2.11 may block this pool for other captures
+        with contextlib.suppress(Exception):  # otherwise torch 2.11 may refuse this pool to other captures
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         raise
 
 
 class FixedStep:
-    """The latest decode step of a mini-batch: its tensors, at addresses that change only if a table outgrows its
-    memory. Of ``memory``, int64, the next step adds the ``moving`` cells after the first ``moving`` to these."""
+    """The latest decode step of a mini-batch, with tensors at fixed addresses.
+
+    The addresses change only if the table of blocks outgrows its memory. The first ``moving`` cells of ``memory``
+    (int64) change from step to step. The next ``moving`` cells hold their increments.
+    """
 
     step: MiniBatchStep
     blocks: list[bytes]  #: ``_blocks`` of the step
     tensors: StepTensors
     extents: StepExtents
-    steady: bool  #: nothing else of its requests changes while they take no block
-    draws: torch.Tensor | None  #: [steps from the upload on, B] uniforms; None: no request draws
-    form: tuple  #: what forms of all verbs have of it
-    table: tuple  #: additional data of attention in place
-    choice: tuple  #: what ``sample`` has beside
+    steady: bool  #: only counted tensors change while requests take no block
+    draws: torch.Tensor | None  #: [steps since the upload, B] uniform random numbers; None: no request draws
+    form: tuple  #: the step's part of every verb's form
+    table: tuple  #: additional part of the form for attention in place
+    choice: tuple  #: additional part of the form for ``sample``
 
     def __init__(self, state: Executor, group: int, spaces: Sequence[str], room: int, rows: int):
-        """``group``: requests of the mini-batch; ``spaces``: where rows are stored; ``room``: blocks of the table;
-        ``rows``: that are computed at most."""
-        self.state, self.room, self.age = weakref.ref(state), room, 0  #: age: steps since the upload
+        """Allocate the memory of a step.
+
+        ``group``: requests of the mini-batch. ``spaces``: names of the staging buffers. ``room``: blocks that the table
+        has memory for. ``rows``: maximum of computed rows.
+        """
+        self.state, self.room, self.age = weakref.ref(state), room, 0  #: ``age``: steps since the upload
         moving = {"positions": rows, "cells": rows, "sampled": group} | {(space, "offsets"): group for space in spaces}
         still = {(space, part): group for space in spaces for part in ("rows", "blocks")}
         self.moving = sum(moving.values()) + room
@@ -124,8 +130,10 @@ class FixedStep:
         self._sampling: dict[str, torch.Tensor] = {}  #: memory for the tensors of a ``StepSampling``, by name
 
     def upload(self, arrays: dict[Hashable, np.ndarray], by: dict[Hashable, Any]) -> dict[Hashable, torch.Tensor]:
-        """Copy arrays to their places, as of the previous step; return them counted up. ``by``: increments of those
-        that move."""
+        """Copy arrays to fixed addresses, decreased by their increments (``by``); return their tensors by name.
+
+        ``count_up`` adds the increments again.
+        """
         host = np.zeros(len(self.memory), dtype=np.int64)
         for name, array in arrays.items():
             moves, at = by.get(name, 0), self.at[name].start
@@ -138,7 +146,7 @@ class FixedStep:
         return {name: self.memory[self.at[name]][: len(array)] for name, array in arrays.items()}
 
     def fix_sampling(self, sampling: StepSampling | None, group: int) -> StepSampling | None:
-        """Copy the tensors of a step's sampling to their places, of ``group`` requests; return it with these."""
+        """Copy the tensors of a step's sampling to fixed addresses; return the sampling with these tensors."""
         found = vars(replace(sampling, changes=None)) if sampling else {}
         for name, value in found.items():
             if isinstance(value, torch.Tensor):
@@ -149,7 +157,7 @@ class FixedStep:
         return replace(sampling, **found | {"changes": sampling.changes}) if sampling else None
 
     def count_up(self, state: Executor) -> None:
-        """Count the step's tensors up, and look up what depends on positions."""
+        """Add the increments to the step's tensors, and update its rotations and random numbers."""
         self.memory[: self.moving].add_(self.memory[self.moving : 2 * self.moving])
         positions = self.memory[: len(self.step.requests) * self.step.computed_width]
         for table, rows in zip(state.steps.rotary or (), self.rotation, strict=True):
@@ -159,12 +167,12 @@ class FixedStep:
         self.age += 1
 
     def takes(self, state: Executor, step: MiniBatchStep) -> bool:
-        """Take the next step if it has the same requests and blocks; return whether it has."""
+        """Take ``step`` if counting up gives its tensors; return whether it was taken."""
         last, blocks = self.step, _blocks(step)
         follows = self.state() is state and step.iteration == last.iteration + 1 and blocks == self.blocks
         if not (follows and self.steady and np.array_equal(step.context, last.context + 1)):
             return False
-        if _hiding(step) or (step.context % BLOCK_TOKENS < 2).any():  # a block is taken, or first read from
+        if _hiding(step) or (step.context % BLOCK_TOKENS < 2).any():  # a request takes a block, or first reads from one
             return False
         if tables := self.tensors.block_tables:
             ids = [[id(s) for s in (*of.of("act"), *of.of("kv"))] for of in (last, step)]
@@ -175,37 +183,39 @@ class FixedStep:
 
 
 def _blocks(step: MiniBatchStep) -> list[bytes]:
-    """Return which requests a step has, and which blocks they read and write."""
+    """Return the requests of a step and the blocks that they read and write, as bytes to compare."""
     read = [(of.held, of.start_block, of.reserved) for of in (*step.segments, *step.shared_segments)]
     arrays = step.queued, step.requests, *chain.from_iterable(read), *(store.blocks for store in step.stores)
     return [array.tobytes() for array in arrays]
 
 
 def _hiding(step: MiniBatchStep) -> int | None:
-    """Return the window of a step's layers, if a token of it is outside."""
+    """Return the window of a step's layers if it hides tokens, else None."""
     return step.window if step.window and (step.context + step.new_tokens).max() > step.window else None
 
 
 class Recording(NamedTuple):
-    """A graph, and what its verbs left for verbs outside of it."""
+    """A graph, and the tensor that its verbs leave for later verbs."""
 
     graph: torch.cuda.CUDAGraph
     act: torch.Tensor
 
 
 class FixedHiddenStates(HiddenStates):
-    """Hidden states of decode steps at an address of their mini-batch, in memory of the engine's ``graphs``."""
+    """Hidden states whose decode steps have one fixed address per mini-batch, in memory of ``graphs``."""
 
     def __init__(self, wave: Wave, buffers: Buffers, graphs: Graphs):
         super().__init__(wave, buffers)
         sizes, memory = [*map(len, wave.mini_batches)], graphs.hidden
-        #: rows of each mini-batch that have fixed addresses, at most
+        #: maximum of rows at fixed addresses, for each mini-batch
         self.most = [min(graphs.rows, len(memory) * size // sum(sizes)) for size in sizes]
         self.fixed = [] if self.on_host else memory[: sum(self.most)].split(self.most)
 
     def holds(self, step: MiniBatchStep) -> bool:
-        """Return whether a step's results have fixed addresses: it decodes and recomputes few rows. New tokens'
-        attention output follows these."""
+        """Return whether a step's results have fixed addresses: it decodes, and its rows fit.
+
+        A step with a recomputed prefix needs one more row per request, for the attention output of the new token.
+        """
         rows = step.computed_width + (step.recomputed_width > 0)
         return step.decodes and len(step.requests) * rows <= self.most[step.mini_batch]
 
@@ -216,7 +226,7 @@ class FixedHiddenStates(HiddenStates):
             put(self.take_back(task, len(hidden_Rh)), hidden_Rh)
 
     def take_back(self, task: Task, num_rows: int) -> torch.Tensor:
-        """Return the rows of a decode step, now its hidden states: a graph's output."""
+        """Make the rows that a graph wrote the hidden states of a task's step, and return them."""
         if self.on_host:
             return self.slot(task, num_rows)
         rows = self.rows[self._key(task)] = self.fixed[task.mini_batch][:num_rows]
@@ -224,9 +234,9 @@ class FixedHiddenStates(HiddenStates):
 
 
 class Graphs:
-    """The graphs of an engine, and their memory at fixed addresses. Used by the compute lane alone.
+    """The graphs of an engine, and their memory at fixed addresses. Only the compute lane uses them.
 
-    ``state``: one of the engine's executors; each that uses them calls ``enter``.
+    ``state``: any executor of the engine, for the sizes. Every executor that uses the graphs calls ``enter``.
     """
 
     def __init__(self, state: Executor):
@@ -236,26 +246,28 @@ class Graphs:
         self._kvq = make(NUM_SLOTS, self.rows, shape.kv_width + shape.query_width)
         self._attended = make(self.rows, shape.query_width)
         self.hidden = make(of_all, shape.passed_width)  #: [rows, h]
-        self._held: dict[tuple[int, int | None], FixedStep] = {}  #: by mini-batch and window
+        self._held: dict[tuple[int, int | None], FixedStep] = {}  #: (mini-batch, window) -> its latest step
         self._packs_act = state.buffers.packed("act")
         self._staged = {space: rows.shape[1] for space, rows in state.buffers.staging.items()}
-        self._recordings: dict[tuple, Recording | None] = {}  #: by form; None: seen once
-        self.used: dict[tuple, int] = {}  #: of graphs that are held, by form, the step that used them last
+        self._recordings: dict[tuple, Recording | None] = {}  #: form -> its graph, None if the form ran only once
+        self.used: dict[tuple, int] = {}  #: form of a graph -> the latest step that used the graph
         self._places: dict[tuple, int] = {}
         self._place_of: dict[tuple[int, int, bool], int] = {}
-        self._sizes: list[int] = []  #: of the mini-batches of the latest wave that has entered
-        self._num_kinds = 1  #: of its steps in an iteration
-        self.plain: dict[str, Verb] = {}  #: what is captured, by verb
+        self._sizes: list[int] = []  #: number of requests in each mini-batch of the latest wave
+        self._num_kinds = 1  #: number of steps (mini-batch and window) in one of its iterations
+        self.plain: dict[str, Verb] = {}  #: verb -> the function that is captured
         self.steps = self.launches = self.refused = 0
-        self.uploads = 0  #: steps that the host has worked out; the others were counted up
-        self.enabled = True  #: False: kernels are launched one by one, over the same memory
-        self.joins = True  #: verbs of a position with nothing between them; False: each has a graph of its own
-        self.joins_steps = True  #: whole steps too; False as well once one could not be captured
-        self.failed = ""  #: why no more graphs are captured
+        self.uploads = 0  #: number of steps that the host uploaded; the others were counted up
+        self.enabled = True  #: False: launch kernels one by one, in the same memory
+        self.joins = True  #: adjacent verbs of a position share a graph; False: one graph per verb
+        self.joins_steps = True  #: whole steps have a graph; False also after the capture of a step has failed
+        self.failed = ""  #: why no more graphs are captured; "" while they are
 
     def enter(self, state: Executor) -> None:
-        """Take another wave of the engine. What its forms have in common with those before keeps its graph. Where its
-        mini-batches are others, the tensors of steps get new memory, of which a plan counts that of one wave."""
+        """Prepare for another wave of the engine. Graphs of equal forms are reused.
+
+        If the sizes of mini-batches change, drop the memory of earlier steps: a memory plan counts one wave only.
+        """
         sizes = [len(group) for group in state.wave.mini_batches]
         if sizes != self._sizes:
             self._held.clear()
@@ -263,10 +275,10 @@ class Graphs:
         self.plain = {verb: state.verbs[verb] for verb in (*VERBS, *ENDS)}
 
     def forget(self) -> None:
-        """Let all graphs go."""
+        """Delete all graphs."""
         self._recordings, self.used = {}, {}
 
-    # ---- what is at fixed addresses
+    # ---- tensors at fixed addresses
 
     def fix_step(self, state: Executor, step: MiniBatchStep) -> StepTensors:
         """Return a decode step's tensors at fixed addresses, counted up if possible."""
@@ -291,15 +303,15 @@ class Graphs:
             most = cast("FixedHiddenStates", state.hidden).most[step.mini_batch]
             held = FixedStep(state, group, [*self._staged], 2 * len(rows["kinds"]), most)
         held.state, held.step, held.blocks = weakref.ref(state), step, _blocks(step)
-        # The one block that is filled in part takes the next token; the first memory holds the new tokens themselves.
+        # The next token goes into the one partly filled block. Memory 0 holds the new tokens and never grows.
         grows = (rows["kinds"] >> 3 & BLOCK_TOKENS - 1 > 0) & (rows["kinds"] & 7 > 0)
         by = {name: 1 for name, at in held.at.items() if at.stop <= held.moving} | {"kinds": grows << 3}
-        by["positions"] = by["cells"] = np.arange(width * batch) % width == width - 1  # of new tokens
+        by["positions"] = by["cells"] = np.arange(width * batch) % width == width - 1  # only new tokens move
 
         def place(arrays: dict[Hashable, np.ndarray]) -> dict[Hashable, torch.Tensor]:
             own = {name: array for name, array in arrays.items() if name in held.at}
             for name, array in own.items():
-                if isinstance(name, tuple):  # of a space; what the last place names is copied there once more
+                if isinstance(name, tuple):  # places in a buffer: repeat the last one, which is copied again
                     missing = min(batch, self._staged[name[0]]) - len(array)
                     own[name] = np.r_[array, np.repeat(array[-1:], max(0, missing))]
             others = {name: array for name, array in arrays.items() if name not in held.at}
@@ -316,7 +328,9 @@ class Graphs:
             of = (np.tile(which, BLOCK_TOKENS) for which in (plan.seeds, plan.request_ids))
             held.draws = state.to_device(uniforms(*of, positions=at).reshape(BLOCK_TOKENS, batch))
         whole = tuple((space, 0 if of.rows is None else len(of.rows)) for space, of in tensors.stores.items())
-        hidden = cast("FixedHiddenStates", state.hidden).fixed[step.mini_batch :][:1]  # none: the host keeps them
+        hidden = cast("FixedHiddenStates", state.hidden).fixed[step.mini_batch :][
+            :1
+        ]  # none if the host keeps hidden states
         places = tuple(of.data_ptr() for of in (held.memory, *held.rotation, *hidden))
         held.form = batch, width, group, held.room, whole, places
         names, parts = memory_names(state, extents.segments), num_parts(batch, state.shape.num_heads, table)
@@ -324,7 +338,7 @@ class Graphs:
         return held
 
     def fixed(self, state: Executor, task: Task) -> FixedStep:
-        """Return what a task's step has at fixed addresses."""
+        """Return the fixed tensors of a task's step. Raise RuntimeError if they are of another step."""
         state.tensors(task)
         step = task.payload.step
         held = self._held[step.mini_batch, step.window]
@@ -338,13 +352,16 @@ class Graphs:
         return cast("FixedHiddenStates", state.hidden).holds(step)
 
     def kvq(self, state: Executor, task: Task) -> torch.Tensor | None:
-        """Return memory for the keys, values and queries of a step that has fixed addresses."""
+        """Return memory for the keys, values and queries of a step; None if the step has no fixed addresses."""
         step = task.payload.step
         rows = len(step.requests) * step.computed_width
         return self._kvq[task.payload.slot, :rows] if self.holds(state, step) else None
 
     def attended(self, state: Executor, step: MiniBatchStep, whole: bool = False) -> torch.Tensor | None:
-        """Return memory for what attention gives the new tokens of such a step; ``whole``: all that it computes."""
+        """Return memory for the attention output of a step's new tokens, or (``whole``) of all its computed rows.
+
+        Return None if the step has no fixed addresses.
+        """
         if not self.holds(state, step):
             return None
         batch, rows = len(step.requests), len(step.requests) * step.computed_width
@@ -359,17 +376,19 @@ class Graphs:
         if not self.holds(state, step) or verbs[0] in ENDS or "attend" in verbs and "attend_shared" in works:
             return None
         if step.recomputed_width and self._packs_act and verbs[-1] == "project":
-            return None  # each would keep the rows of a prefix, for what packs them
+            return None  # each graph would keep a prefix's rows until they are quantized
         held = self.fixed(state, task)
         table = held.table if "attend" in verbs else ()
-        # Packed layer inputs are where their projection's graph reads them.
+        # Layer inputs to quantize are where the graph of their projection left them.
         act = state.act.data_ptr() if self._packs_act and "quantize" in verbs and "project" not in verbs else 0
         place = self._place(state, task, "dequantize_weights" in verbs)
         return verbs, place, position.slot, held.form, table, act
 
     def _place(self, state: Executor, task: Task, unpacks: bool) -> int:
-        """Return a number of the addresses, and of the kind, of a task's layer; ``unpacks``: also of where its weights
-        are unpacked from."""
+        """Return a number that identifies the addresses and the kind of a task's layer.
+
+        ``unpacks``: the addresses include the quantized weights.
+        """
         key = task.layer, task.payload.weight_slot, unpacks
         if (number := self._place_of.get(key)) is None:
             weights = [state.layer_weights.of(task), *([state.layer_weights.stored(task)] if unpacks else ())]
@@ -382,7 +401,7 @@ class Graphs:
     # ---- capture and launch
 
     def run(self, state: Executor, tasks: Sequence[Task]) -> None:
-        """Run adjacent tasks of a position, by their graph if there is one."""
+        """Run adjacent tasks of a position, with their graph if there is one."""
         task, verbs = tasks[0], tuple([task.verb for task in tasks])
         form = self._form(state, task, verbs) if self.enabled and not self.failed else None
         if form is not None and verbs[0] == "finish":
@@ -396,13 +415,13 @@ class Graphs:
         self._leave(state, task, verbs, recording)
 
     def run_step(self, state: Executor, tasks: Sequence[Task]) -> bool:
-        """Run all tasks of a step by one graph; return whether there is one."""
+        """Run all tasks of a step with one graph; return False, without running them, if there is none."""
         verbs = tuple([task.verb for task in tasks])
         held = dict.fromkeys(self.fixed(state, task) for task in tasks if task.verb in ("embed", "attend"))
         outside = state.tokens.ids.data_ptr(), state.sampled.on_device[tasks[0].mini_batch].data_ptr()
-        form = verbs, tuple((of.form, of.table, of.choice) for of in held), outside  # slots are its own
+        form = verbs, tuple((of.form, of.table, of.choice) for of in held), outside  # a step's slots do not matter
         recording = self._recording(state, tasks, form)
-        state.logits = NOTHING  # logits made in a capture lie in the graphs' memory
+        state.logits = NOTHING  # logits of a capture are in the graphs' memory
         if recording is None:
             self.joins_steps, self.failed = not self.failed, ""
             return False
@@ -417,13 +436,13 @@ class Graphs:
             self.plain[task.verb](state, task)
 
     def _take_attended(self, state: Executor, task: Task) -> None:
-        """Put attention's output where graphs read it; sums over shared contexts are elsewhere."""
+        """Copy attention's output to where graphs read it. After attention to a shared prefix it is elsewhere."""
         fixed = self.attended(state, task.payload.step, whole=True)
         if fixed is not None and state.attended.data_ptr() != fixed.data_ptr():
             state.attended = fixed.copy_(state.attended)
 
     def _recording(self, state: Executor, tasks: Sequence[Task], form: tuple) -> Recording | None:
-        """Return a form's graph, captured now if this is the second time that the form is seen; None without one."""
+        """Return a form's graph, which is captured on the form's second use; None if there is none."""
         if form not in self._recordings:
             if len(self._recordings) > MOST_FORMS:
                 self._recordings = {of: recording for of, recording in self._recordings.items() if recording}
@@ -441,11 +460,11 @@ class Graphs:
         return recording
 
     def num_held(self, *others: tuple) -> int:
-        """Return how many graphs are held, and would be with these forms: that of a step counts for each layer."""
+        """Return the number of graphs, including ``others`` (forms). A graph of a whole step counts once per layer."""
         return sum(max(1, form[0].count("finish")) for form in (*self.used, *others))
 
     def _has_room(self, form: tuple) -> bool:
-        """Return whether one more may be captured, once graphs that are no longer used are gone."""
+        """Return whether a form's graph may be captured, after deleting unused graphs if necessary."""
         if self.num_held(form) > MOST_GRAPHS:
             oldest = self.steps - KEPT_STEPS * self._num_kinds
             for old in [old for old, step in self.used.items() if step < oldest]:
@@ -453,12 +472,12 @@ class Graphs:
         return self.num_held(form) <= MOST_GRAPHS
 
     def _capture(self, state: Executor, tasks: Sequence[Task]) -> Recording | None:
-        """Capture tasks; where that fails, warn, and leave all as it was."""
+        """Capture tasks. If that fails, warn, restore the state and return None."""
         before = dict(state.kvq), state.act, state.attended, dict(state.hidden.rows)
         try:
             with NO_GARBAGE.held(), _captured(pool_keeper(state.device).pool()) as graph:
                 self._launch(state, tasks)
-        except Exception as error:  # whatever a library raises that cannot be captured: it runs without a graph
+        except Exception as error:  # a library call that cannot be captured may raise any error
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.failed = f"{' and '.join(dict.fromkeys(task.verb for task in tasks))} could not be captured: {reason}"
             warnings.warn(f"no more such CUDA graphs are made: {self.failed}", stacklevel=2)
@@ -468,7 +487,7 @@ class Graphs:
         return Recording(graph, state.act if keeps_act else NOTHING)
 
     def _leave(self, state: Executor, task: Task, verbs: tuple[str, ...], recording: Recording) -> None:
-        """Leave for later verbs what the replaced ones would have left."""
+        """Set the state that later verbs expect after the verbs that a graph replaced."""
         step, slot = task.payload.step, task.payload.slot
         rows = len(step.requests) * step.computed_width
         for verb in verbs:
@@ -482,14 +501,14 @@ class Graphs:
                 cast("FixedHiddenStates", state.hidden).take_back(task, rows)
 
     def summary(self) -> str:
-        """Return how many graphs the engine has and how often they were launched, in words."""
+        """Return one line for users: the number of graphs and of their launches, and why there are no more."""
         more = f"; {self.refused} times there was no room for another" if self.refused else ""
         more += f"; {self.failed}" if self.failed else ""
         return f"{len(self.used)} CUDA graphs, launched {self.launches} times{more}"
 
 
 def attach(state: Executor, graphs: Graphs | None = None) -> Graphs:
-    """Make an executor run its verbs by its engine's graphs, created if missing; return them."""
+    """Make an executor run its verbs with its engine's graphs (default: new ones); return the graphs."""
     state.graphs = graphs = graphs or Graphs(state)
     graphs.enter(state)
     state.hidden = FixedHiddenStates(state.wave, state.buffers, graphs)
@@ -502,18 +521,20 @@ def _graphed(state: Executor, task: Task) -> None:
 
 
 class JointLaunch:
-    """Launches tasks of a position, or of a whole step, by one graph: an ``issuing.JointCall``."""
+    """Launches the tasks of a position, or of a whole step, with one graph. It is an ``issuing.JointCall``."""
 
-    patient: Sequence[str] = ("sample",)  # for the tokens before to be on the host
+    patient: Sequence[str] = ("sample",)  # waits until the previous tokens are on the host
 
     def __init__(self, state: Executor):
         self.state, whole = state, launches_steps(state.wave.problem, state.policy)
-        self._step: tuple | None = None  #: iteration and mini-batch of the latest that may be whole
+        self._step: tuple | None = None  #: iteration and mini-batch of the latest step that may have one graph
         self.most = whole * (len(VERBS) * state.shape.num_layers + len(ENDS))
 
     def next_key(self, task: Task) -> tuple[int, int, int, str] | None:
-        """Return the key of the next task that may share a graph with this one; None after the last, or if it or the
-        task's own verb was replaced (``executor.verbs``)."""
+        """Return the key of the next task that may share a graph with this one; None if there is none.
+
+        A verb whose function was replaced (``executor.verbs``) shares no graph.
+        """
         position, verbs = task.payload, self.state.verbs
         graphs = self.state.graphs
         joins = graphs.joins and verbs[task.verb] is _graphed and graphs.holds(self.state, position.step)
@@ -535,7 +556,7 @@ class JointLaunch:
         return task.iteration, layer, task.mini_batch, "sample" if task.verb == "head" else first
 
     def perform(self, tasks: Sequence[Task]) -> None:
-        """Launch tasks of a step: by one graph if they are all of it and have one, or else position by position."""
+        """Launch tasks of a step: with its graph, if they are a whole step that has one; else position by position."""
         graphs = self.state.graphs
         whole = graphs.enabled and not graphs.failed and (tasks[0].verb, tasks[-1].verb) == ("embed", "sample")
         if whole and graphs.run_step(self.state, tasks):

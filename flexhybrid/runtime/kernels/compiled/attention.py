@@ -1,12 +1,12 @@
-"""The kernels of decode attention on a CPU, which ``kernels.in_place`` calls.
+"""Kernels of decode attention on a CPU. ``kernels.in_place`` calls them.
 
-numba compiles them (https://numba.pydata.org); the results are kept beside this file, or in the user's cache folder.
-numba's cache looks at the file of a kernel alone, so all that is compiled together stands here.
+numba (https://numba.pydata.org) compiles them and stores the results next to this file, or in the user's cache folder.
+numba's cache notices a change in the kernel's own file only. So everything that is compiled together is in this file.
 
-The scores of CHUNK_BLOCKS blocks are computed first, then their softmax, then the sum of their values (the running
-softmax of Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", a chunk at a time). Kernels compute
-in float32 with vectors of the processor's width (``Lanes``), from memory addresses. Up to four queries of a key head
-pass over its keys and values together (``_pass``): what they load is converted once for all of them.
+The softmax runs over chunks of CHUNK_BLOCKS blocks (Milakov and Gimelshein 2018, "Online normalizer calculation for
+softmax"). For each chunk, the kernels compute the scores, then their weights, then the weighted sum of the values.
+They compute in float32 on vectors of the processor's width (``Lanes``) and address memory directly. Up to four queries
+of a key head are processed together (``_pass``), so that each loaded key or value is converted once for all of them.
 """
 
 from __future__ import annotations
@@ -25,33 +25,32 @@ from numba.extending import models, register_model
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.runtime.kernels.compiled import converts_float16
 
-#: By dtype of keys and values: a value of the type by which numba chooses how the kernels load them.
+#: dtype of keys and values -> a value whose type tells numba how to load them
 KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 if converts_float16():
     KINDS[torch.float16] = np.int16(0)
 LOWEST = np.float32(-3e38)
-CHUNK_BLOCKS = 4  #: blocks whose scores are kept at a time
-LANES = 16 if get_host_cpu_features().get("avx512f") else 8  #: float32 of a vector
+CHUNK_BLOCKS = 4  #: number of blocks in a chunk
+LANES = 16 if get_host_cpu_features().get("avx512f") else 8  #: number of float32 elements in a vector
 VECTOR_BYTES = 4 * LANES
-ROW_BYTES = CHUNK_BLOCKS * BLOCK_TOKENS * 4  #: of a query's scores
-#: Queries, and elements of them, that pass over a chunk together: their scores and sums stay in a core's caches,
-#: while the memory of several heads is read in a row.
+ROW_BYTES = CHUNK_BLOCKS * BLOCK_TOKENS * 4  #: size of a query's scores
+#: Limits of the queries, and of their elements, that are processed together. Their scores and sums then stay in a
+#: core's caches, while the memory of several heads is read in order.
 TILE_QUERIES, TILE_ELEMENTS = 64, 4096
 
-LINE_BYTES = 64  #: of a cache
-TOKENS_IN_TURN = min(4, LANES // 4)  #: tokens whose keys are read line by line, alternately
-AHEAD_BYTES = 8192  #: of a block's keys, or values, between reading and prefetching
+LINE_BYTES = 64  #: size of a cache line
+TOKENS_IN_TURN = min(4, LANES // 4)  #: number of tokens whose keys are read in turn, one cache line each
+AHEAD_BYTES = 8192  #: distance of prefetching ahead of reading, within a block's keys or values
 
-#: Without "fastmath", which would let LLVM drop the rounding in ``_exp``: sums use vectors explicitly, products and
-#: sums are fused.
+#: No "fastmath": LLVM would drop the rounding in ``_exp``. Instead, sums use vectors and fused operations explicitly.
 NUMBA: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": True}
 PART: dict[str, Any] = {
     **NUMBA,
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
-}  #: kernels call it, Python cannot
+}  #: for functions that only kernels call
 
-intrinsic: Any = extending.intrinsic  #: a kernel calls what it decorates without the context
+intrinsic: Any = extending.intrinsic  #: kernels call a decorated function without its first parameter
 
 FLOAT, HALF, I16, I32, I64 = ir.FloatType(), ir.HalfType(), *(ir.IntType(bits) for bits in (16, 32, 64))
 FLOATS, HALVES, SHORTS, WORDS = (ir.VectorType(of, LANES) for of in (FLOAT, HALF, I16, I32))
@@ -59,7 +58,7 @@ FUSED = ("contract",)
 
 
 class Lanes(types.Type):
-    """Type of a vector of LANES float32, in kernels alone."""
+    """The numba type of a vector of LANES float32 elements. It exists only inside kernels."""
 
     def __init__(self):
         super().__init__("Lanes")
@@ -70,7 +69,7 @@ VECTOR = Lanes()
 
 @register_model(Lanes)
 class LanesModel(models.PrimitiveModel):
-    """A vector register."""
+    """Represent ``Lanes`` as a vector register."""
 
     def __init__(self, manager, lanes):
         super().__init__(manager, lanes, FLOATS)
@@ -149,7 +148,7 @@ def _highest(_context, lanes, others):
 
 
 def _folded(fold):
-    """Return an intrinsic that folds the lanes of a vector to one value."""
+    """Return an intrinsic that reduces the lanes of a vector to one value."""
 
     def emit(builder, value):
         distance = LANES // 2
@@ -169,10 +168,10 @@ _total = _folded(lambda builder, one, other: builder.fadd(one, other))
 _peak = _folded(_larger)
 
 
-#: Of (e^x - 1 - x) / x², from the highest power down, for |x| <= log(2) / 2 (Cephes, expf; 1e-7 relative).
+#: Coefficients of (e^x - 1 - x) / x² for |x| <= log(2) / 2, highest power first (Cephes, expf; relative error 1e-7).
 EXP_TERMS = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
-LOG_2_PARTS = 0.693359375, -2.12194440e-4  #: their sum, the first one exact in few bits
-ROUNDING = 1.5 * 2**23  #: a float32 so large that adding to it rounds to an integer, in its lowest bits
+LOG_2_PARTS = 0.693359375, -2.12194440e-4  #: two numbers whose sum is log(2); the first is exact in few bits
+ROUNDING = 1.5 * 2**23  #: adding it to a float32 rounds that to an integer, held in the lowest bits
 
 
 @intrinsic
@@ -221,7 +220,7 @@ def _convert(_context, kind, address):
 
 
 def _prefetch(builder, address):
-    """Ask for a line in a core's second cache: more of them can be on their way than the first cache waits for."""
+    """Prefetch a line into a core's second-level cache, which allows more pending lines than the first level."""
     byte = ir.PointerType(ir.IntType(8))
     kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
     function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
@@ -229,11 +228,11 @@ def _prefetch(builder, address):
 
 
 def _merges():
-    """Return how vectors of LANES become one of their sums: by which lanes of two neighbours, twice, each step makes
-    one of them; and in which order the vectors must stand at first.
+    """Return the shuffles with which ``_sums_of`` adds up LANES vectors, and the initial order of the vectors.
 
-    A step adds the first halves of groups of lanes to their last halves. Groups of 32 bytes and more go beside those
-    of the other vector, smaller ones beside those in the same 16 bytes, as processors shuffle in one instruction.
+    Each step halves the number of vectors. It merges two neighbours into one vector by adding two shuffles of them: the
+    first halves of groups of lanes, and the last halves. A step of groups of 32 bytes or more combines whole vectors, a
+    step of smaller groups stays inside 16 bytes, so that each shuffle is one processor instruction.
     """
     steps, owners, half = [], np.arange(LANES)[:, None].repeat(LANES, 1), LANES // 2
     while half:
@@ -248,7 +247,7 @@ MERGES, MERGED = _merges()
 
 
 def _sums_of(builder, vectors):
-    """Return a vector of the sum of each of LANES vectors, in their order."""
+    """Return a vector whose elements are the sums of LANES vectors, in their order."""
     vectors = [vectors[i] for i in MERGED]
     for step in MERGES:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
@@ -257,20 +256,22 @@ def _sums_of(builder, vectors):
 
 
 def _behind(builder, address, index, step):
-    """Return the address of the element with this index at this stride in bytes."""
+    """Return address + index · step; ``step`` is in bytes."""
     return builder.add(address, builder.mul(index, step if isinstance(step, ir.Value) else I64(step)))
 
 
 def _fuse_in(builder, sums, factor, other):
-    """Add a product to sums in registers."""
+    """Add factor · other to the vector register ``sums``."""
     builder.store(_fuse(builder, factor, other, builder.load(sums)), sums)
 
 
 def _pass(queries, emit):
-    """Return an intrinsic that passes over ``count`` tokens of a head with so many of its queries. ``tile``: addresses
-    of their scores, or weights, and of their elements, or sums, and bytes from one query's to the next; ``rows``:
-    address of the tokens' keys, or values, bytes from one token to the next, and from what is read to what is
-    prefetched."""
+    """Return an intrinsic that processes ``count`` tokens of a head for ``queries`` queries.
+
+    ``tile``: address of the queries' scores (or weights), address of their elements (or sums), and bytes from one query
+    to the next. ``rows``: address of the tokens' keys (or values), bytes from one token to the next, and bytes from the
+    row that is read to the row that is prefetched. ``emit``: ``_emit_scores`` or ``_emit_sums``.
+    """
 
     @intrinsic
     def of_head(_context, kind, tile, rows, count):
@@ -284,7 +285,7 @@ def _pass(queries, emit):
 
 
 def _in_steps(builder, total, wide, step):
-    """Emit step(first vector, number of vectors) for all of ``total`` vectors: ``wide`` at a time, then one by one."""
+    """Emit a loop that calls step(first vector, number of vectors) on ``wide`` vectors at a time, then one by one."""
     end = builder.sub(total, builder.urem(total, I64(wide)))
     with cgutils.for_range_slice(builder, I64(0), end, I64(wide)) as (vector, _):
         step(vector, wide)
@@ -293,7 +294,7 @@ def _in_steps(builder, total, wide, step):
 
 
 def _emit_scores(builder, kind, queries, tile, rows, count):
-    """Write the scores of tokens, a vector at a time."""
+    """Emit code that writes the scores of tokens, one vector at a time."""
     (scores, taken, row), (keys, step, ahead), tokens = tile, rows, LANES // queries
     with cgutils.for_range_slice(builder, I64(0), count, I64(tokens)) as (token, _):
         sums = [[cgutils.alloca_once_value(builder, _floats(0)) for _ in range(tokens)] for _ in range(queries)]
@@ -308,8 +309,11 @@ def _emit_scores(builder, kind, queries, tile, rows, count):
 
 
 def _emit_products(builder, kind, sums, taken, rows):
-    """Add products of queries and keys to sums [queries][tokens] of vectors. A line of a cache at a time is read of
-    each token; as many are prefetched in the order in which they lie, which a processor's own prefetcher follows."""
+    """Emit code that adds products of queries and keys to vector sums [queries][tokens].
+
+    It reads one cache line of each token in turn. It prefetches the same number of lines in the order of their
+    addresses, which a processor's own prefetcher recognizes.
+    """
     (taken, row), (keys, step, ahead), vector_bytes = taken, rows, LANES * kind.bitwidth // 8
     tokens, soon = len(sums[0]), cgutils.alloca_once_value(builder, builder.add(keys, ahead))
 
@@ -331,8 +335,11 @@ def _emit_products(builder, kind, sums, taken, rows):
 
 
 def _emit_sums(builder, kind, queries, tile, rows, count):
-    """Add values, by their weights, to sums: of 64 elements in a pass over the tokens, or of as many as registers
-    hold for all queries, then of a vector in a pass."""
+    """Emit code that adds weighted values to the sums.
+
+    A pass over the tokens covers 64 elements, or fewer if the registers of all queries hold fewer. The remaining
+    elements take one pass per vector.
+    """
     (weights, sums, row), (values, step, ahead), element_bytes = tile, rows, kind.bitwidth // 8
 
     def add(vector, vectors):
@@ -372,15 +379,18 @@ def _put(_context, address, value):
 
 @intrinsic
 def _size_of(_context, kind):
-    """Return the bytes of an element."""
+    """Return the bytes of an element of a kind."""
     return _typed(types.int64, (kind,), lambda builder, _: ir.IntType(64)(kind.bitwidth // 8))
 
 
 @numba.njit(**NUMBA)
 def attend_items(kind, of_query, source, memories, layout, target, first, end):
-    """Attend with the queries of items [first, end). ``source``: address of the queries, of the type of ``of_query``,
-    bytes from a request to the next, G, r, d, factor of scores. ``target``: addresses of what is attended, and of the
-    logarithms of the sums."""
+    """Attend with the queries of items [first, end). An item is a request and one of its key heads.
+
+    ``source``: address of the queries (dtype of ``of_query``), bytes from one request to the next, G, r, d (as in
+    ``kernels.in_place``), factor of the scores. ``memories``: addresses of the parts. ``layout``: the first three
+    fields of ``Parts``. ``target``: addresses of the results, and of the logarithms of the softmax's denominators.
+    """
     groups, queries, d, factor = source[2:]
     heads = max(1, min(TILE_QUERIES, TILE_ELEMENTS // d) // queries)
     rows, row = heads * queries, (d + LANES - 1) // LANES * VECTOR_BYTES
@@ -412,12 +422,14 @@ def attend_items(kind, of_query, source, memories, layout, target, first, end):
             _give(target[0] + at * d * 4, tile, softmax, count * queries, (d, row))
             for query in range(count * queries):
                 _put(target[1] + 4 * (at + query), softmax[0, query] + np.log(softmax[1, query]))
-    scores[0] = taken[0] = sums[0] = padded[0] = 0  # until here they are in use
+    scores[0] = taken[0] = sums[0] = padded[0] = (
+        0  # keeps the arrays alive up to here: the code above only uses their addresses
+    )
 
 
 @numba.njit(**PART)
 def _first_line(array):
-    """Return the address of an array's first whole line of a cache: a vector across two lines takes twice as long."""
+    """Return the address of an array's first cache line. A vector across two lines takes twice as long to load."""
     address = np.int64(array.ctypes.data)  # numba adds an unsigned and a signed number to a float
     return (address + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
 
@@ -432,8 +444,11 @@ def _num_blocks(tokens, request):
 
 @numba.njit(**PART)
 def _find_blocks(layout, memories, request, size, found):
-    """Write of each block of a request: address of its first head's keys, bytes from a token, a head, and from keys to
-    values, filled tokens, hidden ones among them; behind the last one the first again. Return how many there are."""
+    """Write a row of ``found`` for each visible block of a request, and the first block again at the end.
+
+    A row is: address of the first head's keys; bytes from one token to the next, from one head to the next, and from
+    keys to values; number of filled tokens; number of hidden tokens among them. Return the number of blocks.
+    """
     tokens, blocks, strides = layout
     total = 0
     for part in range(len(memories)):
@@ -454,7 +469,7 @@ def _find_blocks(layout, memories, request, size, found):
 
 @numba.njit(**PART)
 def _begin(sums, softmax, count, row):
-    """Let no token be attended to yet."""
+    """Reset the sums and the softmax of ``count`` queries."""
     for at in range(0, count * row, VECTOR_BYTES):
         _store(sums + at, _fill(np.float32(0)))
     for query in range(count):
@@ -463,7 +478,7 @@ def _begin(sums, softmax, count, row):
 
 @numba.njit(**PART)
 def _take(kind, source, tile, count, sizes):
-    """Lay queries side by side, scaled and padded to whole vectors."""
+    """Copy queries into the tile, scaled and padded to whole vectors."""
     d, row, factor = sizes
     padded, size = tile[3] + BLOCK_TOKENS * row, _size_of(kind)
     for query in range(count):
@@ -474,7 +489,7 @@ def _take(kind, source, tile, count, sizes):
 
 @numba.njit(**PART)
 def _give(target, tile, softmax, count, sizes):
-    """Write the weighted values of queries, divided by the sums of their weights."""
+    """Write the results of ``count`` queries: their weighted sums of values, divided by the sums of the weights."""
     d, row = sizes
     for query in range(count):
         sums, factor = tile[2] + query * row, _fill(np.float32(1) / softmax[1, query])
@@ -485,8 +500,10 @@ def _give(target, tile, softmax, count, sizes):
 
 @numba.njit(**PART)
 def _ahead(found, block, chunk, of_values):
-    """Return how many bytes behind a block's keys, or values, those lie that come next for the same head: of the next
-    block; behind a chunk's last keys its first values, behind its last values the next keys."""
+    """Return the distance in bytes from a block's keys (or values) to the ones of the same head that are read next.
+
+    These are in the next block. After a chunk's last keys come its first values, after its last values the next keys.
+    """
     first, end = chunk
     following, values = block + 1, of_values
     if following == end:
@@ -498,8 +515,11 @@ def _ahead(found, block, chunk, of_values):
 
 @numba.njit(**PART)
 def _soon(ahead, head, heads, step, head_bytes):
-    """Return how many bytes behind those of a head the keys, or values, lie that are prefetched beside them: of a later
-    head of the block, or of one that comes first in what lies ``ahead``. ``step``: from a head to the next."""
+    """Return the distance in bytes from a head's keys (or values) to the ones that are prefetched while they are read.
+
+    These belong to a later head of the same block, or to one of the first heads of the next one (``ahead``: its
+    distance). ``step``: bytes from one head to the next.
+    """
     later, count = max(1, AHEAD_BYTES // (BLOCK_TOKENS * head_bytes)), heads[1] - heads[0]
     if head + later < heads[1]:
         return later * step
@@ -508,7 +528,7 @@ def _soon(ahead, head, heads, step, head_bytes):
 
 @numba.njit(**PART)
 def _rows(rows, count, sizes, padded):
-    """Return the address and stride of a head's rows in a block: themselves, or copies that zeros fill to units."""
+    """Return the address and stride of a head's rows in a block, or of copies padded with zeros to whole units."""
     address, stride = rows
     _, _, head_bytes, unit_bytes = sizes
     if head_bytes == unit_bytes:
@@ -520,8 +540,7 @@ def _rows(rows, count, sizes, padded):
 
 @numba.njit(**PART)
 def _go_over(kind, found, tile, sizes, chunk, heads, of_values):
-    """Write the scores of a chunk's tokens with the queries of some heads; or add its values, by their weights, to the
-    sums of these queries."""
+    """Write the scores of a chunk's tokens for the queries of ``heads``; or add its weighted values to their sums."""
     row, queries, head_bytes, _ = sizes
     for block in range(*chunk):
         ahead, count, hidden = _ahead(found, block, chunk, of_values), found[block, 4], found[block, 5]
@@ -549,7 +568,7 @@ def _go_over(kind, found, tile, sizes, chunk, heads, of_values):
 
 @numba.njit(**PART)
 def _hide(scores, first, count):
-    """Let a block's tokens before the first one and behind the last one weigh nothing."""
+    """Mask the scores of a block's first ``first`` tokens, and of those from ``count`` on."""
     for token in range(first):
         _put(scores + 4 * token, LOWEST)
     for token in range(count, BLOCK_TOKENS):
@@ -558,8 +577,10 @@ def _hide(scores, first, count):
 
 @numba.njit(**PART)
 def _soften(scores, blocks, softmax, query, sums, row):
-    """Turn a query's scores of a chunk into weights, relative to the highest score so far; scale what was summed with
-    others. ``softmax``: of each query the highest score, and the sum of its weights."""
+    """Replace a query's scores of a chunk by weights, relative to its highest score so far.
+
+    If the highest score changes, rescale the query's sums. ``softmax``: highest score and sum of weights of each query.
+    """
     size, highest = blocks * BLOCK_TOKENS * 4, _load(scores)
     for at in range(VECTOR_BYTES, size, VECTOR_BYTES):
         highest = _highest(highest, _load(scores + at))

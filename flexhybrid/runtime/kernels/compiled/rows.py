@@ -1,13 +1,16 @@
-"""Kernels for rows in a CPU's memory, compiled by numba: packed, unpacked, gathered and scattered, each read once and
-written once; ``kernels.rows_numba`` calls them. What packed rows are, and every rounding, is said in
-``kernels.quantize``; results are equal bit for bit.
+"""Kernels that quantize, dequantize, gather and scatter rows in a CPU's memory. ``kernels.rows_numba`` calls them.
 
-A group's elements are read twice, the second time from the processor's first cache: for the minimum and maximum, for
-which floats are compared as integers (``_key``), and for the codes. A group of GROUP_ELEMENTS is one vector, which LLVM
-cuts into the processor's own; of other groups, and of those that reach from one part of a row into the next, elements
-are taken one by one in loops, of which LLVM makes vectors where it can: every load and store there is an offset from a
-pointer that stays the same. numba keeps the compiled kernels beside this file, or in the user's cache folder; its cache
-looks at the file of a kernel alone, so all that is compiled together stands here.
+``kernels.quantize`` defines the format of quantized ("packed") rows and every rounding. Results are equal bit for bit.
+Each row is read from memory once and written once.
+
+A group's elements are read twice, the second time from the first-level cache: once for their minimum and maximum, for
+which floats are compared as integers (``_key``), and once for their codes. A group of GROUP_ELEMENTS is one LLVM
+vector, which LLVM splits into the processor's own vectors. Groups of other sizes, and groups that extend from one part
+of a row into the next, are processed by loops over elements. LLVM can vectorize these loops, because every load and
+store in them is an offset from a constant pointer.
+
+numba compiles the kernels and stores the results next to this file, or in the user's cache folder. numba's cache
+notices a change in the kernel's own file only. So everything that is compiled together is in this file.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from numba.core import cgutils, types
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
-#: By dtype: a value of the type by which numba chooses how the kernels load and store an element.
+#: dtype -> a value whose type tells numba how to load and store an element
 KINDS: dict[torch.dtype, Any] = {torch.float32: np.uint32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 
 #: No "fastmath": results must equal plain torch's, bit for bit.
@@ -33,9 +36,9 @@ PART: dict[str, Any] = {
     **NUMBA,
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
-}  #: kernels call it, Python cannot
+}  #: for functions that only kernels call
 
-intrinsic: Any = extending.intrinsic  #: a kernel calls what it decorates without the context
+intrinsic: Any = extending.intrinsic  #: kernels call a decorated function without its first parameter
 
 
 # ---- instructions
@@ -45,7 +48,7 @@ FLOAT, HALF = ir.FloatType(), ir.HalfType()
 
 
 def _typed(result, arguments, emit):
-    """Return what numba asks of an intrinsic: its signature, and what writes its code: emit(builder, *values)."""
+    """Return (signature, code generator) as numba's @intrinsic expects; the generator calls emit(builder, *values)."""
 
     def generate(context, builder, _signature, values):
         value = emit(builder, *values)
@@ -60,7 +63,7 @@ def _pointer(_context, address):
 
 
 def _at(builder, pointer, index, bits):
-    """Return a pointer to an element of so many bits."""
+    """Return a pointer to the element with this index; elements have ``bits`` bits."""
     whole = ir.IntType(bits)
     return builder.gep(builder.bitcast(pointer, ir.PointerType(whole)), [index], source_etype=whole)
 
@@ -86,7 +89,7 @@ def _set(_context, pointer, index, bits):
 
 
 def _keys(builder, value):
-    """Return the keys of the bits of elements."""
+    """Return the keys (``_key``) of elements, given as their bits."""
     of = value.type.element if isinstance(value.type, ir.VectorType) else value.type
     sign = builder.ashr(value, _all(value.type, of.width - 1))
     return builder.xor(value, builder.lshr(sign, _all(value.type, 1)))
@@ -94,15 +97,17 @@ def _keys(builder, value):
 
 @intrinsic
 def _key(_context, bits):
-    """Return the bits of a float as a signed integer that is in the order of floats; and back. NaN are beyond the
-    infinities."""
+    """Map the bits of a float to a signed integer (its key) that has the same order, or a key back to the bits.
+
+    Keys of NaN are above the key of infinity, or below the key of minus infinity.
+    """
     result = types.int32 if bits.bitwidth == 32 else types.int16
 
     return _typed(result, (bits,), _keys)
 
 
 def _chosen(relation):
-    """Return an intrinsic that takes one of two integers."""
+    """Return an intrinsic that returns the first of two integers if the relation holds, else the second."""
 
     @intrinsic
     def of_two(_context, one, other):
@@ -118,17 +123,17 @@ _lower, _higher = _chosen("<"), _chosen(">")
 
 
 def _as(scalar, like):
-    """Return a type of as many elements as a value has."""
+    """Return a type of ``scalar`` elements that has as many elements as the value ``like``."""
     return ir.VectorType(scalar, like.type.count) if isinstance(like.type, ir.VectorType) else scalar
 
 
 def _all(of, value):
-    """Return a constant whose elements are all alike."""
+    """Return a constant of a type whose elements all equal ``value``."""
     return ir.Constant(of, [value] * of.count if isinstance(of, ir.VectorType) else value)
 
 
 def _wide(builder, kind, bits):
-    """Return the float32 of the bits of elements."""
+    """Convert the bits of elements of a kind to float32."""
     floats, words = _as(FLOAT, bits), _as(I32, bits)
     if kind == types.uint32:
         return builder.bitcast(bits, floats)
@@ -138,7 +143,7 @@ def _wide(builder, kind, bits):
 
 
 def _narrow(builder, kind, value, numbers=False):
-    """Return the bits of float32 in a kind, rounded to nearest even. ``numbers``: there is no NaN among them."""
+    """Convert float32 to the bits of a kind, rounded to nearest even. ``numbers``: none of the values is NaN."""
     words, halves = _as(I32, value), _as(I16, value)
     if kind == types.uint32:
         return builder.bitcast(value, words)
@@ -153,7 +158,7 @@ def _narrow(builder, kind, value, numbers=False):
 
 
 def _coded(builder, kind, bits, numbers):
-    """Return the codes of elements, shifted to their places in bytes; 0 for NaN."""
+    """Return the codes of elements, shifted to their position in a byte; the code of NaN is 0."""
     minimum, inverse, levels, shift = numbers
     value = builder.fmul(builder.fsub(_wide(builder, kind, bits), minimum), inverse)
     zero, words = _all(value.type, 0.0), _as(I32, bits)
@@ -165,7 +170,7 @@ def _coded(builder, kind, bits, numbers):
 
 
 def _decoded(builder, kind, byte, place, scaling, numbers=False):
-    """Return the bits of elements whose codes have a place in bytes."""
+    """Return the bits of the elements whose codes are at a position (``place``: shift, highest code) of each byte."""
     (shift, levels), (scale, minimum) = place, scaling
     code = builder.lshr(builder.zext(byte, _as(I32, byte)), shift)
     code = builder.sitofp(builder.and_(code, levels), _as(FLOAT, byte))
@@ -174,7 +179,7 @@ def _decoded(builder, kind, byte, place, scaling, numbers=False):
 
 @intrinsic
 def _float(_context, kind, bits):
-    """Return the float32 of an element, by its bits or its key's."""
+    """Convert an element's bits to float32."""
     return _typed(types.float32, (kind, bits), lambda builder, _, value: _wide(builder, kind, value))
 
 
@@ -186,7 +191,7 @@ def _half(_context, value):
 
 @intrinsic
 def _code(_context, kind, bits, minimum, inverse, levels, shift):
-    """Return the n-bit integer that stands for one element."""
+    """Return the code of one element, shifted to its position in a byte."""
 
     def emit(builder, _, bits, minimum, inverse, levels, shift):
         return _coded(builder, kind, bits, (minimum, inverse, levels, builder.trunc(shift, I32)))
@@ -196,7 +201,7 @@ def _code(_context, kind, bits, minimum, inverse, levels, shift):
 
 @intrinsic
 def _value(_context, kind, byte, shift, levels, scale, minimum):
-    """Return the bits of an element."""
+    """Return the bits of the element whose code is in ``byte``, at ``shift``."""
 
     def emit(builder, _, byte, shift, levels, scale, minimum):
         shift, levels = builder.trunc(shift, I32), builder.trunc(levels, I32)
@@ -206,7 +211,7 @@ def _value(_context, kind, byte, shift, levels, scale, minimum):
 
 
 def _group_at(builder, place, bits):
-    """Return a pointer to a group of elements of so many bits at a place, (pointer, index); and its type."""
+    """Return a pointer to the group at a place (pointer, index), and its type; elements have ``bits`` bits."""
     pointer, index = cgutils.unpack_tuple(builder, place, 2)
     group = ir.VectorType(ir.IntType(bits), GROUP_ELEMENTS)
     return builder.bitcast(_at(builder, pointer, index, bits), ir.PointerType(group)), group
@@ -221,13 +226,13 @@ def _group(builder, place, bits):
 
 
 def _to_all(builder, value):
-    """Return a vector of a group's length whose elements are all a value."""
+    """Return a vector of GROUP_ELEMENTS elements that all equal ``value``."""
     vector = builder.insert_element(ir.Constant(ir.VectorType(value.type, GROUP_ELEMENTS), ir.Undefined), value, I32(0))
     return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, GROUP_ELEMENTS), [0] * GROUP_ELEMENTS))
 
 
 def _folded(name):
-    """Return an intrinsic that folds the keys of a group to one."""
+    """Return an intrinsic that reduces the keys of a group to the lowest ("smin") or highest ("smax") key."""
 
     @intrinsic
     def of_group(_context, kind, place):
@@ -247,8 +252,10 @@ _lowest, _highest = _folded("smin"), _folded("smax")
 
 @intrinsic
 def _pack_group(_context, kind, group, codes, numbers, shift):
-    """Write the codes of a group into bytes beside the codes of earlier parts, which are in lower bits. ``group`` and
-    ``codes``: (pointer, index); ``numbers``: what is subtracted, by what is multiplied, and the highest code."""
+    """Write the codes of a group into bytes whose lower bits hold the codes of earlier parts.
+
+    ``group`` and ``codes``: (pointer, index). ``numbers``: the group's minimum, 1 / scale, and the highest code.
+    """
 
     def emit(builder, _, group, codes, numbers, shift):
         place, _ = _group_at(builder, codes, 8)
@@ -266,8 +273,10 @@ def _pack_group(_context, kind, group, codes, numbers, shift):
 
 @intrinsic
 def _unpack_group(_context, kind, codes, group, place, scaling):
-    """Write a group whose codes have a place in bytes: a shift, and the highest code. ``scaling``: scale and minimum,
-    which are finite."""
+    """Write the group whose codes are at a position (``place``: shift, highest code) of each byte.
+
+    ``scaling``: scale and minimum; both are finite.
+    """
 
     def emit(builder, _, codes, group, place, scaling):
         to, _ = _group_at(builder, group, kind.bitwidth)
@@ -295,7 +304,7 @@ def _copy(_context, target, source, num_bytes):
 
 @intrinsic
 def _put_lines(_context, target, source, num_bytes):
-    """Copy whole lines of a cache past the caches: else a processor reads a line before it writes it."""
+    """Copy whole cache lines, bypassing the caches. Through them, a processor would read each line before writing."""
 
     def emit(builder, target, source, num_bytes):
         line = ir.VectorType(I64, 8)
@@ -312,7 +321,7 @@ def _put_lines(_context, target, source, num_bytes):
 
 @intrinsic
 def _finish(_context):
-    """Let all that was written past the caches be seen by other threads."""
+    """Make all writes that bypassed the caches visible to other threads."""
     return _typed(types.void, (), lambda builder: builder.fence("seq_cst"))
 
 
@@ -335,25 +344,27 @@ _prefetch, _prefetch_to_write = _prefetching(0), _prefetching(1)
 
 # ---- kernels
 
-#: Bytes prefetched of a later row or piece, and the distance ahead of the copied one.
+#: Number of bytes prefetched of a later row or piece, and the distance from the copied row.
 EARLY_BYTES, AHEAD_BYTES = 512, 4096
-#: Of a piece that is written past the caches, at most (memcpy copies longer ones as fast), and of a target in order,
-#: at least: what fewer bytes are written to is read from a cache soon.
+#: Writes bypass the caches for pieces up to PAST_BYTES; memcpy is as fast for longer pieces. Targets without places
+#: must also have FAR_BYTES or more, because a smaller target is soon read from a cache.
 PAST_BYTES, FAR_BYTES = 512, 4 << 20
 IN_ORDER = np.zeros(0, np.int64)
 HALVES, BYTES = np.int16(0), np.uint8(0)
-TINY = np.float32(2.0**-126)  #: float32's smallest normal number, as in plain torch
+TINY = np.float32(2.0**-126)  #: smallest normal float32, as in ``kernels.quantize``
 
 
 @numba.njit(**NUMBA)
 def pack(kind, addresses, sizes, extreme, first, end):
-    """Pack rows [first, end). ``addresses``: of rows and of packed rows; ``sizes``: elements of a row and of a group,
-    bits."""
+    """Quantize rows [first, end).
+
+    ``addresses``: addresses of the rows and of the packed rows. ``sizes``: elements per row, elements per group, bits.
+    """
     (sources, targets), (elements, group, bits) = addresses, sizes
     part, levels = elements * bits // 8, np.float32(2**bits - 1)
     for row in range(first, end):
         values, codes, parameters = _pointer(sources[row]), _pointer(targets[row]), _pointer(targets[row] + part)
-        # A group's parameters take a long chain of instructions: several groups overlap here.
+        # A loop of its own: computing parameters is a long dependent chain, and the chains of several groups overlap.
         for place in range(elements // group):
             begin = place * group
             if group == GROUP_ELEMENTS:
@@ -364,7 +375,7 @@ def pack(kind, addresses, sizes, extreme, first, end):
             scale, minimum = _parameters(low, high, extreme, levels)
             _set(parameters, 2 * place, scale)
             _set(parameters, 2 * place + 1, minimum)
-        behind = 0  # the part of the row with groups
+        behind = 0  # part of the row that the group is in
         for place in range(elements // group):
             begin = place * group
             scale = _float(HALVES, _get(HALVES, parameters, 2 * place))
@@ -380,7 +391,7 @@ def pack(kind, addresses, sizes, extreme, first, end):
 
 @numba.njit(**PART)
 def _pack_odd(kind, values, codes, sizes, numbers):
-    """Write the codes of elements [at, end), which may reach from one part of the row into the next."""
+    """Write the codes of elements [at, end), which may extend from one part of the row into the next."""
     at, end, part, bits = sizes
     least, inverse, levels = numbers
     while at < end:
@@ -398,7 +409,7 @@ def _pack_odd(kind, values, codes, sizes, numbers):
 
 @numba.njit(**PART)
 def _extremes(kind, values, begin, group):
-    """Return the keys of the lowest and the highest element of a group; NaN is one of them where there is one."""
+    """Return the lowest and the highest key of a group. If the group has a NaN, one of them is its key."""
     low = high = _key(_get(kind, values, begin))
     for i in range(begin + 1, begin + group):
         key = _key(_get(kind, values, i))
@@ -408,21 +419,22 @@ def _extremes(kind, values, begin, group):
 
 @numba.njit(**PART)
 def _parameters(low, high, extreme, levels):
-    """Return the bits of a group's scale and minimum."""
+    """Return the bits of a group's scale and minimum in float16."""
     if low != low or high != high:
         return _half(np.float32(np.nan)), _half(np.float32(np.nan))
-    # Adding 0.0 makes 0.0 of -0.0: equal values give equal bytes.
+    # Adding 0.0 turns -0.0 into 0.0, so that equal values give equal bytes.
     low = min(max(low, -extreme), extreme) + np.float32(0)
     high = min(max(high, -extreme), extreme) + np.float32(0)
     minimum = _half(low)
-    # float16 is sign and magnitude. Half of all minima round up, which no processor can predict: no branch.
+    # The minimum must not be above ``low``. Half of all minima round up, so a branch would often be mispredicted.
+    # float16 stores sign and magnitude.
     minimum = np.int16(minimum - np.int64(_float(HALVES, minimum) > low) * ((minimum >> 15) | 1))
     return _half((high - _float(HALVES, minimum)) / levels), minimum
 
 
 @numba.njit(**NUMBA)
 def unpack(kind, addresses, sizes, first, end):
-    """Unpack rows [first, end). ``addresses``: of packed rows and of rows."""
+    """Dequantize rows [first, end). ``addresses``: addresses of the packed rows and of the rows."""
     (sources, targets), (elements, group, bits) = addresses, sizes
     part, levels = elements * bits // 8, 2**bits - 1
     for row in range(first, end):
@@ -437,7 +449,7 @@ def unpack(kind, addresses, sizes, first, end):
                 bytes_of = codes, at - behind * part
                 _unpack_group(kind, bytes_of, (values, at), (behind * bits, levels), (scale, minimum))
                 at = end_of_group
-            while at < end_of_group:  # a group may reach from one part of the row into the next
+            while at < end_of_group:  # a group may extend from one part of the row into the next
                 here = at // part
                 until, shift, before = min(end_of_group, (here + 1) * part), here * bits, here * part
                 for i in range(at - before, until - before):
@@ -447,9 +459,13 @@ def unpack(kind, addresses, sizes, first, end):
 
 @numba.njit(**NUMBA)
 def copy_places(target, source, pieces, first, end):
-    """Copy rows [first, end): of neighbouring tokens of a block first one piece, then the next, which lies elsewhere.
-    Return how many lie outside of a memory. ``target`` and ``source``: places, and address, unit, and where the last
-    row may begin. Places may be anywhere, where no processor foresees them: what comes is prefetched."""
+    """Copy rows [first, end) and return the number of rows outside of a memory, which are skipped.
+
+    ``target`` and ``source``: (places of the rows, or none if consecutive; (address, bytes per place, offset of the
+    last row)). ``pieces``: bytes of a piece, pieces per row, bytes between a row's pieces in target and source.
+    Rows of neighbouring tokens of a block are copied piece by piece. Processors cannot predict arbitrary places, so
+    later rows are prefetched.
+    """
     num_bytes, count, target_step, source_step = pieces
     outside, row, places = 0, first, target[0]
     early = min(num_bytes, EARLY_BYTES)
@@ -472,7 +488,7 @@ def copy_places(target, source, pieces, first, end):
             to, from_ = _place(target, row), _place(source, row)
             is_outside = to < 0 or from_ < 0
             outside += is_outside
-            # The next pieces are in a later row, and after its last one in the next.
+            # The pieces to prefetch are in a later row, and after its last piece in the row after that.
             cut = count - later_pieces
             for begin, behind_last, coming in ((0, cut, row + later_rows), (cut, count, row + later_rows + 1)):
                 soon_to = soon_from = np.int64(0)
@@ -512,7 +528,7 @@ def _copy_piece(target, source, num_bytes, past):
 
 @numba.njit(**PART)
 def _fetch(address, num_bytes, to_write):
-    """Prefetch bytes; a processor lets be what is no address."""
+    """Prefetch bytes. A processor ignores the prefetch of an invalid address."""
     for at in range(0, num_bytes, 64):
         if to_write:
             _prefetch_to_write(address + at)
@@ -522,7 +538,7 @@ def _fetch(address, num_bytes, to_write):
 
 @numba.njit(**PART)
 def _place(rows, row):
-    """Return the address of a row; -1 outside of the memory."""
+    """Return the address of a row; -1 if it is outside of the memory."""
     places, (address, unit, last) = rows
     at = unit * (places[row] if len(places) else row)
     return address + at if 0 <= at <= last else -1
