@@ -135,7 +135,7 @@ def _attended(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the results of queries [B, H, d], in ``out`` [B, H·d] if given, and ``sums``.
 
-    The results are float32 if ``sums`` [B, H] is given, which takes log(denominator); else they have the queries' dtype.
+    If ``sums`` [B, H] is given, it takes log(denominator), and the results are float32; else the queries' dtype.
     """
     batch, heads, d = query.shape
     if query.stride()[1:] != (d, 1):
@@ -200,7 +200,7 @@ def launch(
 
 
 def tile_sizes(queries: int, width: int, itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the constants of a program (padded number of queries, use of tensor cores, blocks at a time), and options."""
+    """Return a program's constants (padded queries, use of tensor cores, blocks at a time) and its options."""
     if queries == 1:
         blocks, warps = max(1, 2048 // (width * BLOCK_TOKENS)), max(1, width // 128)
         return {"TILE": 1, "PRODUCTS": False, "BLOCKS": blocks}, {"num_warps": warps, "num_stages": 2}

@@ -41,7 +41,7 @@ class ScoreRule(NamedTuple):
         return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def with_sinks(self, own: Weighed) -> None:
-        """Add the sinks to the softmax of ``own`` (queries [B, G, r·…]); call this once, after all parts of a context."""
+        """Add the sinks to the softmax of ``own`` (Q = r·…). Call this once, after all parts of a context."""
         if self.sinks_H is not None:
             attended, sums = own
             by_head = sums.unflatten(2, (len(self.sinks_H) // sums.shape[1], -1))
@@ -223,7 +223,7 @@ def flash(q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None
     q_BHNd, (k_BGTd, v_BGTd, mask) = q_BNHd.transpose(1, 2), context
     if mask is not None or q_BNHd.shape[-1] % 8 or not reads_groups(q_BHNd, k_BGTd, v_BGTd):
         return products(q_BNHd, context, scaling)
-    # The same call as with causal_lower_right (torch.nn.attention.bias), which would make a tensor of 8 bytes per score.
+    # The call of causal_lower_right (torch.nn.attention.bias), without its tensor of 8 bytes per score.
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
     return flash_attention(q_BHNd, k_BGTd, v_BGTd, 0.0, True, scale=scaling)[0].transpose(1, 2).flatten(2)
 

@@ -1,11 +1,11 @@
-"""Requests' changes to logits before the temperature: forbidden tokens, biases, penalties.
+"""Change logits before the temperature: forbid tokens, add biases, apply penalties.
 
-The order is vLLM's: allowed tokens, bad words, held tokens and biases, then penalties of repetition, frequency and
-presence. Penalties are counted each step from the token table, so they need no state: a request may leave its place, or
-be recomputed.
+The order is vLLM's: allowed tokens, bad words, held tokens and biases, then penalties for repetition, frequency and
+presence. Each step counts tokens for the penalties from the token table. So penalties have no state, and requests may
+be preempted.
 
-Shapes in names: B requests of a mini-batch, V vocabulary, M single changes, R rows with penalties, T tokens of the
-longest of them, P bad words of several tokens, L tokens before the last of the longest of those.
+Shapes in names: B requests of a mini-batch, V vocabulary, M changed logits, R rows with penalties, T tokens of the
+longest such row, P bad words of several tokens, L length of the longest of them, without its last token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 ToDevice = Callable[[np.ndarray], torch.Tensor]  #: may copy asynchronously
-ANY_TOKEN = -1  #: fills short bad words in front
+ANY_TOKEN = -1  #: padding in front of short bad words
 
 
 def no_ids() -> np.ndarray:
@@ -27,18 +27,18 @@ def no_ids() -> np.ndarray:
 
 @dataclass(frozen=True)
 class LogitChanges:
-    """One request's changes to its logits."""
+    """The changes that one request makes to its logits."""
 
-    prompt_tokens: int  #: positions from here on are output
-    frequency: float = 0.0  #: subtracted for each time that a token stands in the output
+    prompt_tokens: int  #: length of the prompt; later tokens are output
+    frequency: float = 0.0  #: subtracted for each occurrence of a token in the output
     presence: float = 0.0  #: subtracted once for each token of the output
-    repetition: float = 1.0  #: logits of tokens in prompt and output are divided by it, negative ones multiplied
-    bias_ids: np.ndarray = field(default_factory=no_ids)  #: distinct
-    bias_values: np.ndarray = field(default_factory=no_ids)  #: added to their logits; -inf: the token never comes
-    held_ids: np.ndarray = field(default_factory=no_ids)  #: do not come at positions below ``held_until``
+    repetition: float = 1.0  #: divides positive logits of tokens in prompt and output, multiplies negative ones
+    bias_ids: np.ndarray = field(default_factory=no_ids)  #: tokens with a bias, each once
+    bias_values: np.ndarray = field(default_factory=no_ids)  #: added to their logits; -inf forbids a token
+    held_ids: np.ndarray = field(default_factory=no_ids)  #: tokens forbidden at positions below ``held_until``
     held_until: int = 0
-    allowed_ids: np.ndarray | None = None  #: no others come
-    bad_words: tuple[tuple[int, ...], ...] = ()  #: of two tokens at least: the last one does not come after the others
+    allowed_ids: np.ndarray | None = None  #: the only allowed tokens; None: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  #: two or more tokens each; the last must not follow the others
 
     @cached_property
     def is_penalised(self) -> bool:
@@ -52,44 +52,44 @@ class LogitChanges:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Rows whose logits depend on their tokens."""
+    """The rows with penalties, and the tokens that they depend on."""
 
     rows_R1: torch.Tensor
-    cells_R1: torch.Tensor  #: of the token table, where the request begins
-    lengths_R1: torch.Tensor  #: tokens of prompt and output
-    prompts_R1: torch.Tensor  #: tokens of the prompt
+    cells_R1: torch.Tensor  #: first cell of the request in the token table
+    lengths_R1: torch.Tensor  #: length of prompt and output, in tokens
+    prompts_R1: torch.Tensor  #: length of the prompt, in tokens
     values_3R1: torch.Tensor  #: float32: frequency, presence, repetition
     longest: int  #: T
-    counts_output: bool  #: False: only repetition is asked for
+    counts_output: bool  #: False: there are only repetition penalties
 
 
 @dataclass(frozen=True)
 class BadWords:
-    """Rows whose output may be about to end with a bad word."""
+    """The bad words that the next token of a row could complete."""
 
     rows_P: torch.Tensor
-    last_P: torch.Tensor  #: the word's last token
-    cells_PL: torch.Tensor  #: of the token table, where its other tokens would stand
-    others_PL: torch.Tensor  #: these tokens; ANY_TOKEN for shorter words
+    last_P: torch.Tensor  #: last token of the word
+    cells_PL: torch.Tensor  #: cells of the token table that are compared with the word's other tokens
+    others_PL: torch.Tensor  #: the word's other tokens; ANY_TOKEN for shorter words
 
 
 @dataclass(frozen=True)
 class StepChanges:
-    """What B requests change in one step, on the device."""
+    """The changes of B requests in one step, on the device."""
 
-    allowed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  #: rows with allowed tokens; row and token of each
-    added: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  #: [M] row, token, what is added to its logit
+    allowed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  #: changed rows; (row, token) of each allowed token
+    added: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  #: [M] row, token, value to add to its logit
     bad_words: BadWords | None
     penalties: Penalties | None
-    forbids: bool  #: a row may be left without a token
+    forbids: bool  #: whether a row may have no allowed token
 
 
 def step_changes(
     changes: Sequence[LogitChanges | None], positions: np.ndarray, first_cells: np.ndarray, to_device: ToDevice
 ) -> StepChanges | None:
-    """Return what B requests change of the logits of the tokens at ``positions`` [B]; None: nothing.
+    """Return the changes of B requests to the logits of the tokens at ``positions`` [B]; None if there are none.
 
-    ``first_cells`` [B]: the requests' first cells in the token table.
+    ``first_cells`` [B]: first cells of the requests in the token table.
     """
     asking = [(row, change) for row, change in enumerate(changes) if change is not None]
     if not asking:
@@ -159,7 +159,9 @@ def _penalties(asking, positions: np.ndarray, first_cells: np.ndarray, to_device
 
 def change_(logits_BV: torch.Tensor, step: StepChanges, tokens: torch.Tensor) -> None:
     """Change float32 logits in place. ``tokens``: the token table."""
-    never = logits_BV.new_full((), -torch.inf)  # by assignment, a number would make the host wait for its copy
+    never = logits_BV.new_full(
+        (), -torch.inf
+    )  # a tensor, because assigning a number would make the host wait for a copy
     if step.allowed is not None:
         rows, *places = step.allowed
         kept = logits_BV[*places]
@@ -177,7 +179,7 @@ def change_(logits_BV: torch.Tensor, step: StepChanges, tokens: torch.Tensor) ->
 
 
 def _penalise_(logits_BV: torch.Tensor, step: Penalties, tokens: torch.Tensor) -> None:
-    """Change the logits of the rows' own tokens. Repeated tokens are written repeatedly, with equal values."""
+    """Apply penalties in place. A repeated token is written several times with the same value."""
     rows, vocab = step.rows_R1, logits_BV.shape[1]
     frequency, presence, repetition = step.values_3R1
     places = torch.arange(step.longest, device=tokens.device, dtype=torch.int64)

@@ -1,5 +1,7 @@
-"""Norms and gated activation, number for number as transformers has them; on CUDA a kernel each
-(``kernels.rows_triton``), where those give plain torch's results."""
+"""Norms and gated activation with exactly transformers' results.
+
+On CUDA, Triton's kernels (``kernels.rows_triton``) are used if they give plain torch's results.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,14 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
-#: Largest error of a kernel, as a share of the value: units in the last place of each dtype.
+#: Allowed relative error of a kernel: a few units in the last place of each dtype.
 CLOSE = {torch.float32: 4 * 2.0**-23, torch.bfloat16: 2 * 2.0**-7, torch.float16: 2 * 2.0**-10}
 
-SMALL = 1e-5  #: and of a LayerNorm, for rows of variance 1
+SMALL = 1e-5  #: allowed absolute error of a LayerNorm, for rows of variance 1
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return rows [..., n] of mean square 1, scaled by weight [n]: the mean in float32, rounded to the rows' dtype
-    before the scale."""
+    """Return the RMSNorm of rows [..., n]: computed in float32, rounded to their dtype, then scaled by weight [n]."""
     if rows.dim() == 2 and (kernels := kernels_for(rows)):
         return kernels.norm(rows, None, weight, eps)
     wide = rows.float()
@@ -27,7 +28,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
 
 
 def add_and_norm_(rows_Rn: torch.Tensor, added_Rn: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Put the sum of both in the place of the rows, and return its ``rms_norm``."""
+    """Add ``added_Rn`` to the rows in place, and return the ``rms_norm`` of the sum."""
     if kernels := kernels_for(rows_Rn):
         return kernels.norm(rows_Rn, added_Rn, weight, eps)
     return rms_norm(rows_Rn.add_(added_Rn), weight, eps)
@@ -40,25 +41,24 @@ def add_and_layer_norm_(
     eps: float,
     later: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the LayerNorm of the sum of both; put the sum, with ``later`` [n] added, in the place of the rows.
-    ``norm``: weight and bias."""
+    """Return the LayerNorm of rows + added; set the rows to rows + added + ``later`` [n]. ``norm``: weight, bias."""
     if kernels := kernels_for(rows_Rn):
         return kernels.norm(rows_Rn, added_Rn, norm[0], eps, (norm[1], later))
     wide = rows_Rn.float() + added_Rn
     summed = wide.to(rows_Rn.dtype)
-    rows_Rn.copy_(wide + later)  # rounded once: what is added next is a product that nothing has rounded
+    rows_Rn.copy_(wide + later)  # rounded once, because the product that is added next is not rounded
     return F.layer_norm(summed, summed.shape[-1:], *norm, eps)
 
 
 def gate_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Put silu(gate) · up in place of the gate, and return it."""
+    """Set the gate to silu(gate) · up, and return it."""
     if gate.is_contiguous() and up.is_contiguous() and (kernels := kernels_for(gate)):
         return kernels.gate_(gate, up)
     return F.silu(gate, inplace=True).mul_(up)
 
 
 def kernels_for(rows: torch.Tensor) -> ModuleType | None:
-    """Return Triton's kernels if they can take these contiguous rows; else None."""
+    """Return Triton's kernels if they run on these rows, else None."""
     if not rows.is_cuda or rows.stride(-1) != 1 or not rows.numel():
         return None
     return _proven_kernels(rows.device, rows.dtype)
@@ -66,15 +66,17 @@ def kernels_for(rows: torch.Tensor) -> ModuleType | None:
 
 @lru_cache
 def _proven_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """Return Triton's kernels if their results are plain torch's on this device; otherwise warn and return None. Waits
-    for the device, and for the compiler where Triton's cache on the disk does not have the kernels yet."""
+    """Return Triton's kernels if their results equal plain torch's on this device; otherwise warn and return None.
+
+    Blocks until the device has finished, and until the kernels are compiled if they are not in Triton's cache.
+    """
     if not torch.cuda.is_available():
         return None
     try:
         from flexhybrid.runtime.kernels import rows_triton
 
         prove(rows_triton, device, dtype)
-    except Exception as error:  # any error of Triton: no compiler, no driver, an unknown GPU
+    except Exception as error:  # no compiler, no driver, an unknown GPU, or wrong results
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(f"norms and rotations in plain torch, slower than Triton's kernels: {reason}", stacklevel=2)
         return None
@@ -82,8 +84,10 @@ def _proven_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | No
 
 
 def prove(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ArithmeticError if trial rows differ from plain torch's on the CPU: residuals and rotations by a bit,
-    others by more than CLOSE, and a LayerNorm by more than SMALL."""
+    """Raise ArithmeticError if the kernels' results on trial rows differ from plain torch's on the CPU.
+
+    Residuals and rotations must be equal, other results within CLOSE, and a LayerNorm within CLOSE and SMALL.
+    """
     generator = torch.Generator().manual_seed(0)
     rows, added, factors = torch.randn(3, 3, 3 * 80, generator=generator, dtype=torch.float32).to(dtype)
     cos, sin = torch.randn(2, 3, 80, generator=generator, dtype=torch.float32).to(dtype)

@@ -1,36 +1,36 @@
 """Group-wise asymmetric quantisation of rows to 8, 4, 2 or 1 bits (FlexGen, section 4.3; ``Bits`` of ``core.policy``).
 
-``group`` consecutive elements of a row share a scale and a minimum, both float16; an element is then
-``minimum + scale * code`` with a code of 0 … 2**bits - 1. A packed row of n elements (G = n / group groups) is one run
-of bytes, so that a block of rows moves in one copy:
+``group`` consecutive elements of a row share a scale and a minimum, both float16. An element is
+``minimum + scale * code`` with a code of 0 … 2**bits - 1. A quantized ("packed") row of n elements, with G = n / group
+groups, is one run of bytes, so that a block of rows is moved in one copy:
 
     n * bits / 8 bytes of codes | G pairs (scale, minimum)
 
 Byte j holds the codes of elements j, j + n * bits / 8, j + 2 * n * bits / 8, …, the first in its lowest bits.
 
-**Error.** The minimum is rounded down and the scale to the nearest float16, and codes are taken against those rounded
-values, so that no code falls outside its range. With s the stored scale, x within ±``limit``, u the unit roundoff of
-the dtype asked for (2**-24 float32, 2**-8 bfloat16, 2**-11 float16) and x' the dequantised value,
+**Error.** The minimum is rounded down and the scale to the nearest float16. Codes are computed from these rounded
+values, so that every code is in range. With s the stored scale, x within ±``limit``, u the unit roundoff of the
+result's dtype (2**-24 float32, 2**-8 bfloat16, 2**-11 float16) and x' the dequantised value,
 
     |x' - x| <= max(s * (1/2 + 2**-14), (2**bits - 1) * 2**-25) + u' * |x'|,   u' = u + 2**-24
 
-where 2**-14 of a code is what float32 arithmetic adds, the second entry speaks only where s is subnormal in float16
-(< 2**-16), and float16 itself adds 2**-25 to results that are subnormal. s is at most
+The term 2**-14 is for float32 arithmetic. The second entry matters only if s is subnormal in float16 (< 2**-16).
+float16 adds 2**-25 to subnormal results. s is at most
 ((max - min) + |min| * 2**-10 + 2**-24) / (2**bits - 1) * (1 + 2**-11) + 2**-25.
 
-**Edges.** A constant group that float16 can express comes back exactly. Values beyond ±``limit`` (infinite ones too)
-saturate near it; with this limit, dequantising to float16 cannot overflow. A NaN makes its group NaN.
+**Edges.** A constant group is restored exactly if float16 has its value. Values beyond ±``limit`` (also infinite ones)
+saturate near it. With this limit, dequantising to float16 cannot overflow. A NaN makes its whole group NaN.
 
-**Twice.** In float32, quantising a dequantised row gives equal bytes for each group that has elements of both signs (or
-a zero) and a scale >= 2**-16; any other group stays within the bound above. A 16-bit dtype rounds between the two.
+**Repetition.** In float32, quantising a dequantised row gives equal bytes for each group that has elements of both
+signs (or a zero) and a scale >= 2**-16. Any other group stays within the bound above. A 16-bit dtype rounds in between.
 
-**Kernels.** On a CPU rows are packed and unpacked by kernels that numba compiles (``kernels.rows_numba``), on CUDA by
-Triton's (``kernels.quantize_triton``: chosen by counting, not yet measured on a GPU; to unpack 4 bits to bfloat16 the
-passes of plain torch read and write 29 bytes an element, the kernel 2.6). Their bytes equal plain torch's, which stays
-where a compiler is missing or, tried at first use, gives other bits: passes in float32 over chunks of rows that a CPU's
-caches hold. Of those, left out because slower, side by side: scaling in bfloat16 (1.2 to 2 times), addcmul (1.2 to 2.5
-times: no vector path where two operands are broadcast), aminmax (6 times amin and amax), batch_norm as a fused scale
-and add, embedding_bag_4bit_unpack (FBGEMM) and torch.compile (3 times and more each).
+**Kernels.** A CPU uses kernels compiled by numba (``kernels.rows_numba``). CUDA uses Triton's kernels
+(``kernels.quantize_triton``), which are chosen by counting bytes and not yet measured: to dequantise 4 bits to
+bfloat16, they move 2.6 bytes per element, plain torch 29. Kernels give the same bytes as plain torch, which is used if
+a compiler is missing or if a trial at first use gives other bits. Plain torch makes passes in float32 over chunks of
+rows that fit a CPU's caches. Slower alternatives, measured: scaling in bfloat16 (1.2 to 2 times as long), addcmul (1.2
+to 2.5 times: no vector path for two broadcast operands), aminmax (6 times amin and amax), batch_norm as a fused scale
+and add, embedding_bag_4bit_unpack (FBGEMM) and torch.compile (3 times or more each).
 """
 
 from __future__ import annotations
@@ -50,25 +50,27 @@ from flexhybrid.core.policy import BITS, GROUP_ELEMENTS
 from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.kernels.compiled import Share, demand
 
-#: Largest magnitude that is kept. LIMIT * (1 + 2**-10) <= 65504, the largest float16: the scale has room to round.
+#: Largest magnitude before saturation. LIMIT * (1 + 2**-10) <= 65504, the largest float16, so a scale may round up.
 LIMIT = 65440.0
 
 
 def limit(bits: int) -> float:
-    """Return the largest magnitude kept: half of LIMIT in 1 bit, where a scale spans twice the range."""
+    """Return the largest magnitude before saturation: LIMIT, but half of it for 1 bit, whose scale is max - min."""
     return LIMIT if bits > 1 else LIMIT / 2
 
 
 WORK_ELEMENTS = PACKING_ELEMENTS
 
-#: By type of device: the kernels that may pack and unpack its rows.
+#: Type of device -> module of its kernels
 KERNELS = {"cuda": "quantize_triton", "cpu": "rows_numba"}
 
 
 @cache
 def row_unit(bits: int | str, group: int = GROUP_ELEMENTS) -> int:
-    """Return the divisor of a packed row's elements: groups are whole, and codes fill pairs of bytes, so that float16
-    may follow. Raise InputError for unknown bits."""
+    """Return the number that must divide a row's length: whole groups, and codes in whole pairs of bytes.
+
+    Pairs, because float16 numbers follow the codes. Raise InputError for unknown bits.
+    """
     if not isinstance(bits, int) or bits not in BITS:
         known = ", ".join(map(str, BITS[1:]))
         raise InputError(f"quantisation to {bits!r} bits is not known; it must be one of {known}")
@@ -77,7 +79,7 @@ def row_unit(bits: int | str, group: int = GROUP_ELEMENTS) -> int:
 
 @cache
 def packed_bytes(elements: int, bits: int | str, group: int = GROUP_ELEMENTS) -> int:
-    """Return the bytes of a packed row. Raises InputError where codes and groups do not fill it, or bits is unknown."""
+    """Return the bytes of a packed row. Raise InputError if ``row_unit`` does not divide its length."""
     unit = row_unit(bits, group)
     if elements < 1 or elements % unit:
         raise InputError(
@@ -94,11 +96,10 @@ def quantize(
     group: int = GROUP_ELEMENTS,
     share: Share = map,
 ) -> torch.Tensor:
-    """Pack rows [..., n] of float32, bfloat16 or float16 to uint8 [..., packed_bytes(n, bits, group)], into ``out`` if
-    given.
+    """Pack rows [..., n] of float32, bfloat16 or float16 to uint8 [..., packed_bytes(n, bits, group)].
 
-    Leading axes of both may be strided views; packed rows are contiguous and begin at even addresses. ``share`` divides
-    rows among threads, with compiled kernels on a CPU.
+    ``out`` takes the result if given. Leading axes may be strided; packed rows are contiguous and begin at even
+    addresses. ``share`` divides rows among threads, for compiled kernels on a CPU.
     """
     shape = (*rows.shape[:-1], packed_bytes(rows.shape[-1], bits, group))
     out = torch.empty(shape, dtype=torch.uint8, device=rows.device) if out is None else _checked(out, shape, "out")
@@ -133,7 +134,7 @@ def dequantize(
 
 
 def check_packed(kernel: str, rows: torch.Tensor, packed: torch.Tensor, size: int) -> None:
-    """Raise ValueError unless these are rows that a kernel packs or unpacks, and packed ones of ``size`` bytes."""
+    """Raise ValueError unless a kernel can convert between these rows and these packed rows of ``size`` bytes."""
     typed, fits = packed.dtype == torch.uint8, packed.shape == (*rows.shape[:-1], size)
     whole = rows.stride(-1) == 1 and rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
     demand(kernel, rows=whole, packed=typed and fits and packed.stride(-1) == 1 and packed.device == rows.device)
@@ -147,18 +148,18 @@ def _quantize(rows: torch.Tensor, bits: int, out: torch.Tensor, group: int = GRO
         codes, parameters = _parts(packed, chunk.shape[-1], bits)
         work = _like(chunk, wide)
         groups = _groups(work.copy_(chunk), group)
-        # Adding 0.0 makes 0.0 of -0.0: equal values give equal bytes.
+        # Adding 0.0 turns -0.0 into 0.0, so that equal values give equal bytes.
         lowest = groups.amin(-1, keepdim=True).clamp_(-extreme, extreme).add_(0.0)
         highest = groups.amax(-1, keepdim=True).clamp_(-extreme, extreme).add_(0.0)
         minimum = _round_down(lowest)
-        # By a tensor: CUDA would multiply by the reciprocal of a number, and give other bytes than a CPU.
+        # Divide by a tensor: by a number, CUDA would multiply by its reciprocal, and give other bytes than a CPU.
         scale = ((highest - minimum) / lowest.new_full((), levels)).half()
         parameters[..., :1], parameters[..., 1:] = scale, minimum
-        # A scale of zero belongs to a group of equal values: any code serves, except a NaN (infinity · 0).
+        # A group of equal values has scale 0. Any code will do, except NaN (infinity · 0).
         inverse = torch.where(scale == 0, torch.finfo(torch.float32).tiny, 1 / scale.float())
         groups.sub_(minimum).mul_(inverse)
         values = work.clamp_(0, levels).round_()
-        # Through int8: torch converts float32 to uint8 one element at a time, twelve times slower.
+        # Through int8: torch converts float32 to uint8 one element at a time, which takes twelve times as long.
         if code_space is None:
             codes.view(torch.int8).copy_(values.sub_(128))
             codes.bitwise_xor_(128)
@@ -167,7 +168,7 @@ def _quantize(rows: torch.Tensor, bits: int, out: torch.Tensor, group: int = GRO
             unpacked.view(torch.int8).copy_(values)
             lowest_bits, *others, highest_bits = unpacked.tensor_split(8 // bits, dim=-1)
             torch.bitwise_left_shift(highest_bits, bits, out=codes)
-            # Masked: processors differ in what a NaN becomes. Excess of the highest codes is shifted out.
+            # Mask, because processors convert NaN differently. The highest codes' excess bits are shifted out.
             for part in reversed(others):
                 codes.bitwise_or_(part.bitwise_and_(levels)).bitwise_left_shift_(bits)
             codes.bitwise_or_(lowest_bits.bitwise_and_(levels))
@@ -195,13 +196,12 @@ def _dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int =
 
 
 def _shared(values: torch.Tensor, share: Share) -> tuple[Share, ...]:
-    """Return the additional arguments of a CPU's kernels."""
+    """Return the additional arguments for the kernels of a CPU."""
     return (share,) if KERNELS[values.device.type] == "rows_numba" else ()
 
 
 def _kernels_for(values: torch.Tensor, bits: int, group: int) -> Any:
-    """Return the kernels that can pack or unpack these values, a module; None where plain torch does it. Each row must
-    be contiguous."""
+    """Return the module with kernels for these values; None for plain torch, which also takes strided rows."""
     name = KERNELS.get(values.device.type)
     if name is None or not values.numel() or values.stride(-1) != 1:
         return None
@@ -214,12 +214,12 @@ def _kernels_for(values: torch.Tensor, bits: int, group: int) -> Any:
 def _proven_kernels(name: str, device: torch.device, dtype: torch.dtype, bits: int, group: int) -> Any:
     """Return the kernels if their bits equal plain torch's on this device; otherwise warn and return None.
 
-    Waits for the device, and for the compiler where its cache on the disk does not have the kernels yet.
+    Blocks until the device has finished, and until the kernels are compiled if they are not in the cache.
     """
     try:
         kernels = importlib.import_module(f"flexhybrid.runtime.kernels.{name}")
         _prove(kernels, _trial_rows(dtype, bits, group).to(device), bits, group)
-    except Exception as error:  # any error of Triton or numba: no compiler, no driver, an unknown processor
+    except Exception as error:  # no compiler, no driver, an unknown processor, or wrong bits
         reason, maker = (str(error).splitlines() or [type(error).__name__])[0], name.split("_")[1].title()
         warnings.warn(f"packing and unpacking in plain torch, slower than {maker}'s kernels: {reason}", stacklevel=2)
         return None
@@ -232,11 +232,11 @@ def _prove(kernels: Any, rows: torch.Tensor, bits: int, group: int) -> None:
     packed, restored = rows.new_empty(len(rows), size, dtype=torch.uint8), torch.empty_like(rows)
     _quantize(rows, bits, packed, group)
     _dequantize(packed, bits, restored, group)
-    for gap in (-size % 16, 2):  # rows at multiples of 16 bytes, and others: two variants of each kernel
+    for gap in (-size % 16, 2):  # rows at multiples of 16 bytes, and others, use different variants of the kernels
         slots, ours = packed.new_zeros(len(rows), size + gap)[:, :size], torch.zeros_like(rows)
         kernels.quantize(rows, bits, slots, group, limit(bits))
         kernels.dequantize(slots, bits, ours, group)
-        # The last row holds a NaN, whose bytes differ between processors.
+        # The last row has a NaN, whose bytes differ between processors.
         same_bits = torch.equal(slots[:-1], packed[:-1]) and torch.equal(
             ours[:-1].view(torch.uint8), restored[:-1].view(torch.uint8)
         )
@@ -245,9 +245,11 @@ def _prove(kernels: Any, rows: torch.Tensor, bits: int, group: int) -> None:
 
 
 def _trial_rows(dtype: torch.dtype, bits: int, group: int) -> torch.Tensor:
-    """Return rows [28, 33 groups] (48 where codes of 33 fill no pairs of bytes) of all magnitudes, with edge values
-    beside others and alone in their groups, and a NaN in the last row. A program of the kernels holds fewer groups; a
-    number that codes of a byte do not divide is a case of its own."""
+    """Return rows [28, 33 groups] of all magnitudes for a trial, with edge values, and a NaN in the last row.
+
+    Rows have 48 groups if the codes of 33 do not fill pairs of bytes. 33 groups do not fit one program of a kernel, and
+    are no multiple of the codes in a byte. Edge values are next to other values, and alone in groups.
+    """
     generator, columns = torch.Generator().manual_seed(0), 33 * group if 33 * group * bits % 16 == 0 else 48 * group
     rows = torch.randn(28, columns, generator=generator, dtype=torch.float32)
     rows *= 2.0 ** torch.arange(-32, 24, 2, dtype=torch.float32).unsqueeze(1)
@@ -260,10 +262,10 @@ def _trial_rows(dtype: torch.dtype, bits: int, group: int) -> torch.Tensor:
 
 
 def _round_down(lowest: torch.Tensor) -> torch.Tensor:
-    """Return the largest float16 that is not above."""
+    """Round to the largest float16 that is not above."""
     minimum = lowest.half()
     bits = minimum.view(torch.int16)
-    # float16 is sign and magnitude: one step down adds one to the bits of a negative number, else takes one off.
+    # float16 stores sign and magnitude. One step down adds 1 to the bits of a negative number, else subtracts 1.
     bits.sub_((minimum > lowest) * (bits >> 15 | 1))
     return minimum
 
@@ -273,18 +275,20 @@ def _groups(rows: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _parts(packed: torch.Tensor, elements: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of packed rows: codes uint8 [..., n * bits / 8], and float16 [..., G, 2] of (scale, minimum)."""
+    """Return views of packed rows: codes uint8 [..., n * bits / 8], and (scale, minimum) float16 [..., G, 2]."""
     code_bytes = elements * bits // 8
     return packed[..., :code_bytes], packed[..., code_bytes:].view(torch.float16).unflatten(-1, (-1, 2))
 
 
 @cache
 def _elements(num_bytes: int, bits: int, group: int) -> int:
-    """Return the elements of a packed row. Raise InputError if no row packs into this many bytes."""
+    """Return the elements of a packed row of this many bytes. Raise InputError if there is no such row."""
     unit = row_unit(bits, group)
     unit_bytes = packed_bytes(unit, bits, group)
     if num_bytes < 1 or num_bytes % unit_bytes:
-        raise InputError(f"{num_bytes} bytes are no packed row of {bits} bits: {unit} elements take {unit_bytes} bytes")
+        raise InputError(
+            f"{num_bytes} bytes are not a packed row of {bits} bits: {unit} elements take {unit_bytes} bytes"
+        )
     return num_bytes // unit_bytes * unit
 
 
@@ -298,7 +302,7 @@ def _like(chunk: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(rows: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield views of equal rows of both, at most WORK_ELEMENTS elements (or one row) at a time."""
+    """Yield views of corresponding rows and packed rows, up to WORK_ELEMENTS elements (or one row) at a time."""
     limit = WORK_ELEMENTS[rows.device.type]
     if rows.dim() == 1 or rows.numel() <= limit:
         yield rows, packed
@@ -310,7 +314,7 @@ def _chunks(rows: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Te
 
 
 def _checked(tensor: torch.Tensor, shape, name: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Return the tensor; raise InputError for another shape or dtype."""
+    """Return the tensor. Raise InputError if its shape or dtype is wrong."""
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
         raise InputError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}")
     return tensor

@@ -1,25 +1,24 @@
-"""The quantiser's kernels for CUDA: rows are read once and written once (layout and terms: ``kernels.quantize``).
+"""Quantisation kernels for CUDA; each row is read and written once. ``kernels.quantize`` defines layout and terms.
 
-A row of n elements has n · bits / 8 bytes of codes, in 8 / bits parts of as many elements: byte j holds the codes of
-element j of each part. A **unit** is the longest run of elements that lies in one group and one part: the greatest
-common divisor of a group's size and a part's, or half of it where that is 64. A program works on ``UNITS`` runs of a
-unit's code bytes of one row, and so on as many units of each part: it reads full runs on one side and writes full runs
-on the other. A unit needs the minimum and maximum of its group; the same program, or the one beside it, reads the rest
-of the group too, so that memory is read once and a cache again.
+The codes of a row of n elements are n · bits / 8 bytes. The row's elements form 8 / bits parts of equal length: byte j
+holds the codes of element j of each part. A **unit** is the longest run of elements inside one group and one part: the
+greatest common divisor of both lengths, or 32 if that is 64. A program processes the code bytes of ``UNITS`` units of a
+row, and therefore ``UNITS`` units of each part. So it reads and writes whole runs. A unit needs the minimum and maximum
+of its group. The rest of the group is read by the same or a neighbouring program, so it comes from a cache.
 
-**Sizes**, by counting: 32 runs of 32 bytes among 128 threads are eight codes a thread, and eight 16-bit elements are
-the 16 bytes of the widest access. Rows that do not all begin at multiples of 16 bytes (those of a width that is no
-multiple of 256 lie so in a pool) are read and written piecemeal, by the variant with WIDE = False. A unit or group
-whose size is no power of two is masked.
+**Sizes** are chosen by counting: 32 runs of 32 bytes on 128 threads are eight codes per thread, and eight 16-bit
+elements are 16 bytes, the widest access. If some rows do not begin at a multiple of 16 bytes (as in pools whose width
+is no multiple of 256), the variant with WIDE = False accesses them in smaller pieces. Units and groups whose size is no
+power of two are masked.
 
-**Bits.** Equal to those of plain torch: divisions round to nearest (``div_rn``); no sum could be contracted with a
-product but in dequantising, and there the product of 8 and 11 bits is exact; ``tl.min`` and ``tl.max`` skip NaN, which
-is tested for by itself; conversions to 16 bits round to nearest even.
+**Bits** equal plain torch's. Divisions round to nearest (``div_rn``), conversions to 16 bits to nearest even. Only
+dequantising has a product and a sum that could be fused, and there the product of 8 and 11 bits is exact. ``tl.min``
+and ``tl.max`` skip NaN, so NaN is tested separately.
 
-**Parameters.** The kernels have 9 or 10 of them: a kernel takes pointers, strides and constants one by one.
+**Parameters.** The kernels have 9 or 10 parameters: a kernel takes pointers, strides and constants one by one.
 """
 
-# Triton's stubs have dtypes as values, and a jitted function as one that never returns.
+# Triton's stubs declare dtypes as values, and jitted functions as never returning.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ import triton.language as tl
 
 from flexhybrid.runtime.kernels.quantize import check_packed, packed_bytes
 
-TINY = tl.constexpr(2.0**-126)  #: float32's smallest normal number, as in plain torch
+TINY = tl.constexpr(2.0**-126)  #: smallest normal float32, as in ``kernels.quantize``
 UNITS, UNIT_ELEMENTS = 32, 32
 ALIGNED_BYTES = tl.constexpr(16)
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-#: Arguments that change from call to call: their values do not make Triton compile variants.
+#: Arguments that change from call to call. Triton compiles no variants for their values.
 NUMBERS = ("values_stride", "packed_stride", "part")
 POINTERS = ("values", "codes", "parameters")
 
@@ -57,7 +56,7 @@ def dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int) -
 
 
 def _evenly_spaced(values: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield equal rows of both as [R, ·], in as few parts as strides allow: one for the tensors of the executor."""
+    """Yield corresponding rows of both as [R, ·], in as few parts as strides allow (one for the executor's tensors)."""
     try:
         yield values.view(-1, values.shape[-1]), packed.view(-1, packed.shape[-1])
     except RuntimeError:
@@ -100,7 +99,7 @@ def _quantize_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
         values, codes, parameters, values_stride, packed_stride, part, UNIT=UNIT, WIDE=WIDE, UNITS=UNITS
     )
     packed = _quantize_units(values, parameters, first, first < part, BITS=BITS, GROUP=GROUP, UNIT=UNIT, LIMIT=LIMIT)
-    for place in range(1, 8 // BITS):  # not unrolled: registers
+    for place in range(1, 8 // BITS):  # not unrolled, to save registers
         begin = first + place * part
         unit = _quantize_units(values, parameters, begin, first < part, BITS=BITS, GROUP=GROUP, UNIT=UNIT, LIMIT=LIMIT)
         packed |= unit << place * BITS
@@ -130,8 +129,10 @@ def _place(  # noqa: PLR0913 (a kernel takes pointers and constants)
     values, codes, parameters, values_stride, packed_stride, part,
     UNIT: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Return a program's row of values, codes and parameters, and the first element of its runs [UNITS]; those beyond
-    ``part`` are masked."""
+    """Return pointers to a program's row of values, codes and parameters, and the first elements of its runs [UNITS].
+
+    Runs beyond ``part`` are masked.
+    """
     chunks = tl.cdiv(part, UNITS * UNIT)
     row = tl.program_id(0) // chunks
     first = (tl.program_id(0) % chunks * UNITS + tl.arange(0, UNITS)) * UNIT
@@ -145,7 +146,7 @@ def _place(  # noqa: PLR0913 (a kernel takes pointers and constants)
 
 @triton.jit
 def _elements(first, present, SIZE: tl.constexpr):
-    """Return the elements [UNITS, power of two] of runs that begin at ``first`` [UNITS], and which are there."""
+    """Return the elements [UNITS, power of two] of runs that begin at ``first`` [UNITS], and their mask."""
     place = tl.arange(0, triton.next_power_of_2(SIZE))
     return first[:, None] + place[None, :], present[:, None] & (place < SIZE)[None, :]
 
@@ -155,8 +156,10 @@ def _quantize_units(  # noqa: PLR0913 (a kernel takes pointers and constants)
     values, parameters, first, present,
     BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Return the codes [UNITS, power of two] int32 of the units that begin at ``first``; the first unit of a group
-    writes its scale and minimum."""
+    """Return the codes, int32 [UNITS, power of two], of the units that begin at ``first``.
+
+    The first unit of each group writes the group's scale and minimum.
+    """
     element, here = _elements(first, present, UNIT)
     own = tl.load(values + element, mask=here, other=0.0).to(tl.float32)
     least, most, has_nan = own, own, own != own
@@ -167,7 +170,7 @@ def _quantize_units(  # noqa: PLR0913 (a kernel takes pointers and constants)
         least, most, has_nan = tl.minimum(least, other), tl.maximum(most, other), has_nan | (other != other)
     has_nan = tl.max(has_nan.to(tl.int32), axis=1) != 0
     inside = (tl.arange(0, triton.next_power_of_2(UNIT)) < UNIT)[None, :]
-    # Adding 0.0 makes 0.0 of -0.0: equal values give equal bytes.
+    # Adding 0.0 turns -0.0 into 0.0, so that equal values give equal bytes.
     lowest = tl.clamp(tl.min(tl.where(inside, least, float("inf")), axis=1), -LIMIT, LIMIT) + 0.0
     highest = tl.clamp(tl.max(tl.where(inside, most, float("-inf")), axis=1), -LIMIT, LIMIT) + 0.0
     minimum = _round_down(tl.where(has_nan, float("nan"), lowest))
@@ -184,16 +187,16 @@ def _quantize_units(  # noqa: PLR0913 (a kernel takes pointers and constants)
 
 @triton.jit
 def _round_down(lowest):
-    """Return the largest float16 that is not above."""
+    """Round to the largest float16 that is not above."""
     minimum = lowest.to(tl.float16)
     bits = minimum.to(tl.int16, bitcast=True)
-    # float16 is sign and magnitude: one step down adds one to the bits of a negative number, else takes one off.
+    # float16 stores sign and magnitude. One step down adds 1 to the bits of a negative number, else subtracts 1.
     below = tl.where(bits < 0, bits + 1, bits - 1)
     return tl.where(minimum.to(tl.float32) > lowest, below, bits).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _parameters(parameters, first, present, GROUP: tl.constexpr):
-    """Return the scales and minima [UNITS] float32 of the groups that hold these elements."""
+    """Return the scales and minima, float32 [UNITS], of the groups of these elements."""
     pair = parameters + first // GROUP * 2
     return tl.load(pair, mask=present).to(tl.float32), tl.load(pair + 1, mask=present).to(tl.float32)

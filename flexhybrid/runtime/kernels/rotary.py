@@ -1,7 +1,7 @@
-"""Rotary positions: tables of cosines and sines, and the rotation itself, number for number as transformers has them.
+"""Rotary positions: tables of cosines and sines, and the rotation, with exactly transformers' results.
 
-Shapes: P positions, R rows (tokens), d head size. Frequencies, cosines and sines are float32 and made on the CPU, so
-that every device has the same ones; only then are they rounded to the compute dtype.
+Shapes: P positions, R rows (tokens), d head size. Frequencies, cosines and sines are computed in float32 on the CPU, so
+that they are equal on every device, and then rounded to the compute dtype.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ def rotate_(x: torch.Tensor, cos_Rd: torch.Tensor, sin_Rd: torch.Tensor) -> torc
 def norm_and_rotate_(
     heads: torch.Tensor, norm: tuple[torch.Tensor, ...] | None, eps: float, rotation: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Norm queries or keys [R, heads, d] in place if the model does (``norm``: one part, [d]), then rotate them to
-    their positions; return them. ``rotation``: cosines and sines, each [R, d]."""
+    """Norm queries or keys [R, heads, d] in place, then rotate them to their positions; return them.
+
+    ``norm``: the weight [d] as one part; None: the model has no such norm. ``rotation``: cosines and sines, each [R,
+    d].
+    """
     if norm is not None:
         heads.copy_(rms_norm(heads, norm[0], eps))
     return rotate_(heads, *rotation)
@@ -58,8 +61,7 @@ def norm_and_rotate_rows_(
     eps: float,
     rotation: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Norm and rotate the keys, or keys and queries, of rows [R, ·] in place. ``heads``: their first element, how many
-    heads they are, and the norm."""
+    """Norm and rotate heads of rows [R, ·] in place. ``heads``: (first element, number of heads, norm) of each span."""
     d = rotation[0].shape[1]
     views = [rows[:, first : first + count * d].unflatten(1, (count, d)) for first, count, _ in heads]
     if kernels := kernels_for(rows):
@@ -73,10 +75,10 @@ def norm_and_rotate_rows_(
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return (angle a position of each pair [d/2], factor on cosines and sines).
+    """Return the angle per position of each pair of elements [d/2], and the factor of cosines and sines.
 
-    "dynamic" equals "default" here: its frequencies change only behind the model's last position, which the executor
-    refuses.
+    "dynamic" equals "default" here: its frequencies differ only beyond the model's maximum length, which the executor
+    does not exceed.
     """
     turns = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.type == "linear":
@@ -89,12 +91,14 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]
 
 
 def _yarn(rope: Rope, head_dim: int, turns: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Peng et al. 2023 (arXiv 2309.00071): keep fast pairs, stretch slow ones by the factor, with a ramp between; and
-    an attention temperature."""
+    """Return the angles and factor of YaRN (Peng et al. 2023, arXiv 2309.00071).
+
+    Fast pairs keep their angle, slow ones are slowed by ``rope.factor``, with a ramp in between.
+    """
     (original,) = _settings(rope, "original_max_positions")
 
     def dimension(rotations: float) -> float:
-        """Return the element that turns this often within the original context."""
+        """Return the (fractional) index of the pair that makes this many turns within the original context."""
         wavelength = original / (rotations * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -110,13 +114,13 @@ def _yarn(rope: Rope, head_dim: int, turns: torch.Tensor) -> tuple[torch.Tensor,
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    high += 0.001 if low == high else 0  # no division by zero
+    high += 0.001 if low == high else 0  # avoids a division by zero
     kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return 1.0 / (rope.factor * turns) * (1 - kept) + 1.0 / turns * kept, factor
 
 
 def _llama3(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: stretch wavelengths beyond the original context by the factor, keep short ones, mix between."""
+    """Return Llama 3.1's angles: divided by ``rope.factor`` for wavelengths beyond the original context."""
     original, slow, fast = _settings(rope, "original_max_positions", "low_freq_factor", "high_freq_factor")
     rotations = original * frequencies / (2 * math.pi)
     smooth = (rotations - slow) / (fast - slow)
@@ -126,7 +130,7 @@ def _llama3(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _settings(rope: Rope, *names: str) -> list[float]:
-    """Return settings that the type of rotation requires; raise ValueError for a missing one."""
+    """Return settings that a type of rotation requires. Raise ValueError if one is missing."""
     values = [getattr(rope, name) for name in names]
     if None in values:
         raise ValueError(f"rotary positions of type {rope.type} need {', '.join(names)}")

@@ -1,6 +1,7 @@
-"""Rows in a CPU's memory packed, unpacked, gathered and scattered by compiled kernels (``compiled.rows``), on several
-threads. Importing this module imports numba. Packing needs a processor that converts float16
-(``compiled.converts_float16``)."""
+"""Quantize, dequantize, gather and scatter rows in a CPU's memory by compiled kernels (``compiled.rows``), on threads.
+
+This module imports numba. Quantizing needs a processor that converts float16 (``compiled.converts_float16``).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from flexhybrid.runtime.kernels.quantize import check_packed, packed_bytes
 
 
 class Rows(NamedTuple):
-    """Rows in a memory that begins with a tensor: row i at byte ``unit · places[i]``, or ``unit · i``."""
+    """Rows in the memory of a tensor: row i begins at byte ``unit · places[i]``, or at ``unit · i`` without places."""
 
     memory: torch.Tensor
     unit: int
@@ -25,7 +26,7 @@ class Rows(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """A row's form in two memories: ``count`` pieces of ``num_bytes``, with their strides."""
+    """The pieces of a row in two memories: ``count`` pieces of ``num_bytes``. Steps: bytes from one to the next."""
 
     num_bytes: int
     count: int = 1
@@ -60,7 +61,7 @@ def dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int, s
 
 
 def copy_rows(count: int, target: Rows, source: Rows, pieces: Pieces, share: Share = map) -> None:
-    """Copy ``count`` rows between two memories. Raise IndexError for rows outside them, which are skipped."""
+    """Copy ``count`` rows between two memories. Skip rows outside of a memory, and raise IndexError at the end."""
     ends, outside = [], []
 
     def fits(rows: Rows) -> bool:
@@ -88,7 +89,7 @@ def copy_rows(count: int, target: Rows, source: Rows, pieces: Pieces, share: Sha
 
 @cache
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile the kernels for a dtype, or load compiled ones: about a second, or a hundredth."""
+    """Compile the kernels for a dtype (about 1 s), or load compiled ones (about 0.01 s)."""
     row = torch.zeros(1, GROUP_ELEMENTS, dtype=dtype)
     packed = torch.zeros(1, GROUP_ELEMENTS + 4, dtype=torch.uint8)
     quantize(row, 8, packed, GROUP_ELEMENTS, 1.0)

@@ -1,13 +1,13 @@
-"""What a layer does to each row by itself, a kernel each on CUDA: RMSNorm or LayerNorm, with the residual before it,
-rotation of keys and queries, and the gated activation (plain torch and the choice: ``kernels.norms``,
-``kernels.rotary``).
+"""CUDA kernels that process each row separately: norm with the residual before it, rotation, gated activation.
 
-**Bits.** Every product and sum is rounded to the rows' dtype where plain torch rounds it; nothing is contracted.
-Residuals and rotations have plain torch's bits. A mean of squares is added up in another order, and the exponential is
-the GPU's own: norms and activations may differ in the last bit.
+``kernels.norms`` and ``kernels.rotary`` choose between these kernels and plain torch.
+
+**Bits.** Every product and sum is rounded to the rows' dtype where plain torch rounds it, and nothing is fused.
+Residuals and rotations have plain torch's bits. Norms and activations may differ in the last bit, because squares are
+added up in another order, and the exponential is the GPU's own.
 """
 
-# Triton's stubs have dtypes as values, and a jitted function as one that never returns.
+# Triton's stubs declare dtypes as values, and jitted functions as never returning.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from flexhybrid.runtime.kernels.compiled import demand
 
-ELEMENTS = 1024  #: of gated rows, a program
+ELEMENTS = 1024  #: number of gate elements per program
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -29,8 +29,10 @@ def norm(
     eps: float,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return rows of mean square 1 scaled by ``weight``: the rows themselves, or the sum of both, which takes their
-    place. With ``biases`` this is a LayerNorm with the first; the second is added to the sum that takes their place."""
+    """Return the RMSNorm of the rows, or of rows + ``added_Rn``, which then also replaces the rows.
+
+    ``biases``: return a LayerNorm with the first bias instead, and add the second bias to the replaced rows.
+    """
     n, normed = rows_Rn.shape[1], torch.empty_like(rows_Rn, memory_format=torch.contiguous_format)
     added, (bias, later) = rows_Rn if added_Rn is None else added_Rn, biases or (weight, weight)
     alike = added.shape == rows_Rn.shape and added.dtype == rows_Rn.dtype and added.stride(1) == 1
@@ -48,8 +50,10 @@ def norm(
 def rotate_(
     rows: torch.Tensor, spans: tuple[tuple[int, int], ...], rotation: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Rotate the heads of rows [R, ·] in place: in one or two ``spans``, each a number of heads from an element on.
-    ``rotation``: cosines and sines, each [R, d]."""
+    """Rotate heads of rows [R, ·] in place. ``spans``: one or two of (first element, number of heads).
+
+    ``rotation``: cosines and sines, each [R, d].
+    """
     cos_Rd, sin_Rd = rotation
     (first, count), (other, others) = (*spans, (0, 0))[:2]
     d, heads = cos_Rd.shape[1], triton.next_power_of_2(count + others)
@@ -63,7 +67,7 @@ def rotate_(
 
 
 def gate_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Put silu(gate) · up in place of the gate, and return it; both are contiguous."""
+    """Set the gate to silu(gate) · up, and return it. Both must be contiguous."""
     alike = up.shape == gate.shape and up.dtype == gate.dtype and up.is_contiguous()
     demand("gate", gate=gate.is_contiguous(), up=alike)
     with torch.cuda.device_of(gate):
@@ -82,7 +86,7 @@ def _norm_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
         other = tl.load(added + row * added_stride + at, mask=at < N, other=0.0)
         total = own.to(tl.float32) + other.to(tl.float32)
         own = total.to(rows.dtype.element_ty)
-        if BIASES:  # rounded once: what is added to it next is a product that nothing rounds before
+        if BIASES:  # rounded once, because the product that is added next is not rounded
             total += tl.load(later + at, mask=at < N, other=0.0).to(tl.float32)
         tl.store(rows + row * rows_stride + at, total.to(rows.dtype.element_ty), mask=at < N)
     wide = own.to(tl.float32)
@@ -119,7 +123,7 @@ def _rotate_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
 
 @triton.jit
 def _rounded(values, like):
-    """Return float32 values rounded to the dtype that ``like`` points to."""
+    """Round float32 values to the dtype that ``like`` points to."""
     return values.to(like.dtype.element_ty).to(tl.float32)
 
 

@@ -1,11 +1,11 @@
-"""From logits to tokens, each request by its own parameters.
+"""Choose tokens from logits, by the sampling parameters of each request.
 
-The order of the steps is vLLM's: change the logits (``logit_changes``), divide by the temperature, then min_p, top_k,
-top_p, then one draw. Random numbers are counter-based: the number of (seed, request, position) does not depend on the
-rest of the batch, and each row of logits is treated by itself, so that other requests change no token.
+The order of the steps is vLLM's: change the logits (``logit_changes``), divide by the temperature, apply min_p, top_k
+and top_p, then draw once. Random numbers are counter-based: a number depends only on seed, request and position. Each
+row of logits is processed separately. So a request's tokens do not depend on the rest of the batch.
 
-Only the values of the logits decide which tokens stay: all tokens with a logit equal to the one at the edge of top_k or
-top_p are kept (transformers keeps some of them at the edge of top_p, depending on its sort).
+Tokens with a logit equal to the one at the edge of top_k or top_p are all kept. (transformers keeps some of them at the
+edge of top_p, depending on its sort.)
 
 Shapes in names: B requests of a mini-batch, V vocabulary, N requests of a wave, R rows that a step applies to.
 """
@@ -23,30 +23,30 @@ import torch
 
 from flexhybrid.runtime.kernels.logit_changes import LogitChanges, StepChanges, ToDevice, change_, step_changes
 
-GREEDY_BELOW = 1e-5  #: temperatures below it mean greedy, as in vLLM: logits cannot be divided by them
-DRAW_BLOCK = 256  #: tokens of a block: a draw first finds its block of the vocabulary, then its token, by fewer sums
-NO_TOKEN = -1  #: stands for the token of logits that are not finite
-NUCLEUS_PREFIX = 512  #: the largest logits that top_p tries first on a CPU, before it sorts the whole vocabulary
+GREEDY_BELOW = 1e-5  #: lower temperatures mean greedy, as in vLLM, because logits cannot be divided by them
+DRAW_BLOCK = 256  #: a draw first finds the block of this many tokens, then the token in it, which needs fewer sums
+NO_TOKEN = -1  #: replaces the token of logits that are not finite
+NUCLEUS_PREFIX = 512  #: on a CPU, top_p first sorts this many of the largest logits, and only if needed all
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How the tokens of a wave's requests are chosen: one entry for each request, in the wave's order."""
+    """How requests choose their tokens: one entry per request, in the wave's order."""
 
-    temperature: np.ndarray  #: [N]; below GREEDY_BELOW the largest logit is taken, whatever the next three are
+    temperature: np.ndarray  #: [N]; below GREEDY_BELOW the largest logit is taken, and the next three are ignored
     top_k: np.ndarray  #: [N] integers; 0: off
     top_p: np.ndarray  #: [N]; 1: off
     min_p: np.ndarray  #: [N]; 0: off
     seeds: np.ndarray  #: [N] uint64
-    request_ids: np.ndarray  #: [N] number of the request among those of its seed, for the random numbers
-    num_logprobs: np.ndarray  #: [N] most probable tokens that are noted beside each new one; -1: none is
-    num_prompt_logprobs: np.ndarray  #: [N] likewise for each token of the prompt
-    changes: tuple[LogitChanges | None, ...]  #: [N]; None: its logits stay as they are
-    grammars: tuple[Any, ...]  #: [N] ``token_masks.Grammar`` of the answer; None: none
+    request_ids: np.ndarray  #: [N] number of the request among those with its seed, for the random numbers
+    num_logprobs: np.ndarray  #: [N] number of most probable tokens recorded with each new token; -1: record nothing
+    num_prompt_logprobs: np.ndarray  #: [N] the same for each token of the prompt
+    changes: tuple[LogitChanges | None, ...]  #: [N]; None: the logits do not change
+    grammars: tuple[Any, ...]  #: [N] ``token_masks.Grammar`` of the answer, or None
 
     @cached_property
     def changing(self) -> bool:
-        """Whether a request changes its logits."""
+        """Return whether a request changes its logits."""
         return any(change is not None for change in self.changes)
 
     def select(self, members: np.ndarray) -> SamplingPlan:
@@ -71,7 +71,7 @@ def joined_plans(plans: Sequence[SamplingPlan]) -> SamplingPlan:
 
 
 def greedy_plan(num_requests: int) -> SamplingPlan:
-    """Return the plan that takes the largest logit, for every request."""
+    """Return a plan with which every request takes the largest logit."""
     zeros, int_zeros = np.zeros(num_requests), np.zeros(num_requests, dtype=np.int64)
     return SamplingPlan(
         temperature=zeros,
@@ -89,12 +89,12 @@ def greedy_plan(num_requests: int) -> SamplingPlan:
 
 @dataclass(frozen=True)
 class StepSampling:
-    """What choosing the next tokens of B requests needs, on the device."""
+    """The device tensors with which B requests choose their next tokens."""
 
-    #: float64: uniforms, temperature (1 if greedy), min_p, top_k, top_p; None: all greedy
+    #: float64: uniform random numbers, temperature (1 if greedy), min_p, top_k, top_p; None: all requests are greedy
     values_5B: torch.Tensor | None
-    greedy_B: torch.Tensor | None  #: bool: the greedy rows; None where there are none, or all are
-    rows_min_p: torch.Tensor | slice | None  #: rows with a min_p; None where there are none
+    greedy_B: torch.Tensor | None  #: bool: the greedy rows; None if all rows are greedy, or none is
+    rows_min_p: torch.Tensor | slice | None  #: rows with a min_p; None: no row
     rows_top_k: torch.Tensor | slice | None
     rows_top_p: torch.Tensor | slice | None
     largest_k: int
@@ -104,9 +104,9 @@ class StepSampling:
 def step_sampling(
     plan: SamplingPlan, positions: np.ndarray, first_cells: np.ndarray, to_device: ToDevice
 ) -> StepSampling | None:
-    """Return how the B requests of a plan choose the tokens at ``positions`` [B]; None: all take the largest logit.
+    """Return the tensors with which a plan's requests choose the tokens at ``positions`` [B]; None if all are greedy.
 
-    Positions count from the first token of the prompt. ``first_cells`` [B]: the requests' first cells in the token
+    Positions count from the first token of the prompt. ``first_cells`` [B]: first cells of the requests in the token
     table. ``to_device`` may copy asynchronously.
     """
     temperature = plan.temperature
@@ -138,7 +138,7 @@ def step_sampling(
 
 
 def choose(logits_BV: torch.Tensor, step: StepSampling | None, tokens: torch.Tensor) -> torch.Tensor:
-    """Return token ids [B]; ``step`` is of ``step_sampling``, ``tokens`` the token table. The logits are unchanged.
+    """Return token ids [B]. ``tokens``: the token table. The logits stay unchanged.
 
     A request that forbids every token gets the most probable one.
     """
@@ -162,8 +162,7 @@ def _chosen(warped_BV: torch.Tensor, step: StepSampling) -> torch.Tensor:
 
 
 def warp(logits_BV: torch.Tensor, step: StepSampling, tokens: torch.Tensor) -> torch.Tensor:
-    """Return new float32 logits [B, V]: changed, divided by the temperature, -inf for forbidden tokens. ``tokens``: the
-    token table."""
+    """Return the logits [B, V] after changes and temperature, in float32, with -inf for tokens that are not kept."""
     if step.changes is None and step.values_5B is not None:
         logits = logits_BV.float() / step.values_5B[1].float()[:, None]
     else:
@@ -185,7 +184,7 @@ def warp(logits_BV: torch.Tensor, step: StepSampling, tokens: torch.Tensor) -> t
 
 
 def keep_from(logits_BV: torch.Tensor, rows: torch.Tensor | slice, edge_R: torch.Tensor) -> None:
-    """Set the logits of these rows that are below the row's edge to -inf."""
+    """Set logits below the edge of their row to -inf. ``rows``: the rows of ``edge_R``."""
     edge = edge_R.to(logits_BV.dtype)[:, None]
     if isinstance(rows, slice):
         logits_BV.masked_fill_(logits_BV < edge, -torch.inf)
@@ -195,18 +194,18 @@ def keep_from(logits_BV: torch.Tensor, rows: torch.Tensor | slice, edge_R: torch
 
 
 def top_k_edge(logits_RV: torch.Tensor, top_k_R: torch.Tensor, largest_k: int) -> torch.Tensor:
-    """Return the k-th largest logit of each row [R]; a k beyond the vocabulary keeps all of it."""
+    """Return the k-th largest logit of each row [R]; the smallest if k exceeds the vocabulary."""
     largest_k = min(largest_k, logits_RV.shape[-1])
     ranked = logits_RV.topk(largest_k, dim=-1).values
     return ranked.gather(1, top_k_R.clamp(max=largest_k)[:, None] - 1).squeeze(1)
 
 
 def top_p_edge(logits_RV: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
-    """Return the smallest logit of each row's nucleus [R]: its most probable tokens, until their sum reaches top_p."""
+    """Return the smallest logit of each row's nucleus [R]: the most probable tokens whose sum reaches top_p."""
     vocab = logits_RV.shape[-1]
     largest = logits_RV.amax(dim=-1, keepdim=True)
     target = top_p_R * (logits_RV - largest).exp_().sum(dim=-1, dtype=torch.float64)
-    # A GPU sorts a whole vocabulary quickly; to ask whether that is needed would make it wait for the host.
+    # A GPU sorts a whole vocabulary quickly. Checking whether that is needed would make the host wait for the GPU.
     prefix = vocab if logits_RV.is_cuda else min(NUCLEUS_PREFIX, vocab)
     edge, ends = _nucleus(logits_RV, largest, target, prefix)
     if prefix < vocab and (wide := (~ends).nonzero().squeeze(1)).numel():
@@ -215,20 +214,22 @@ def top_p_edge(logits_RV: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
 
 
 def _nucleus(logits_RV, largest_R1, target_R, prefix: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the edge [R] among the ``prefix`` largest logits, and whether the nucleus ends among them, bool [R]."""
+    """Return the nucleus' smallest logit [R] among the ``prefix`` largest, and whether it ends there, bool [R]."""
     if prefix == logits_RV.shape[-1]:
         ranked = logits_RV.sort(dim=-1, descending=True).values
     else:
         ranked = logits_RV.topk(prefix, dim=-1).values
     reached = (ranked - largest_R1).exp_().cumsum(dim=-1, dtype=torch.float64)
-    # The nucleus holds a token when those before it do not reach the target; it always holds the first.
+    # A token belongs to the nucleus if the tokens before it do not reach the target. The first always belongs to it.
     size = 1 + (reached[:, :-1] < target_R[:, None]).sum(dim=-1)
     return ranked.gather(1, size[:, None] - 1).squeeze(1), reached[:, -1] >= target_R
 
 
 def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Draw token ids [B] from the softmax of the logits: the inverse of the cumulated probabilities, in the order of
-    the vocabulary, at the uniforms. Overwrites the logits."""
+    """Draw token ids [B] from the softmax of the logits, by inverting cumulated probabilities at the uniform numbers.
+
+    Overwrites the logits.
+    """
     weights = logits_BV.sub_(logits_BV.amax(dim=-1, keepdim=True)).exp_()
     batch, vocab = weights.shape
     blocks = torch.nn.functional.pad(weights, (0, -vocab % DRAW_BLOCK)).view(batch, -1, DRAW_BLOCK)
@@ -243,13 +244,13 @@ def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
 def _first_above(cumulated: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the index [B, 1] of the first entry above the target.
 
-    The target is bounded below the total, to which rounding may have raised it: otherwise the last entry would be taken
-    at any probability.
+    Rounding may raise the target to the total, which would select the last entry at any probability. So the target is
+    limited to less than the total.
     """
     total = cumulated[:, -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))
     index = torch.searchsorted(cumulated, torch.minimum(target, below_total), right=True)
-    return index.clamp_(max=cumulated.shape[-1] - 1)  # for logits that are not finite: a token of the vocabulary
+    return index.clamp_(max=cumulated.shape[-1] - 1)  # logits that are not finite give some token of the vocabulary
 
 
 # ---- counter-based random numbers: each depends only on its seed, request and position
@@ -261,9 +262,10 @@ _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
 
 
 def philox4x32(counter_4N: np.ndarray, key_2N: np.ndarray) -> np.ndarray:
-    """Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+    """Return random words [4, N] of Philox 4x32 with 10 rounds, for counters [4, N] and keys [2, N].
 
-    32-bit words are in uint64, for their products: counters [4, N] and keys [2, N] to random words [4, N].
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. 32-bit words are stored in uint64,
+    which holds their products.
     """
     even, odd, key = counter_4N[::2], counter_4N[1::2], key_2N
     for _ in range(10):
@@ -274,7 +276,7 @@ def philox4x32(counter_4N: np.ndarray, key_2N: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: np.ndarray, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return a uniform in [0, 1) of 53 bits for each (seed, request, position): key and counter of Philox 4x32."""
+    """Return a uniform random number in [0, 1) of 53 bits for each (seed, request, position), by Philox 4x32."""
     seeds, requests, positions = (
         np.asarray(values).astype(np.uint64) for values in np.broadcast_arrays(seeds, requests, positions)
     )

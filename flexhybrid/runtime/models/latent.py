@@ -8,8 +8,9 @@ hold this row, and KV-Gen is the rest of the module up to its attention call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,22 +73,6 @@ def tensors_in(value) -> Iterator[torch.Tensor]:
             yield from tensors_in(inner)
 
 
-@contextmanager
-def _replaced(forwards: dict[torch.nn.Module, Callable]) -> Iterator[None]:
-    """Replace the forwards of modules inside the context."""
-    own = {module: vars(module).get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, forward in own.items():
-            if forward is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = forward
-
-
 _INPUT = (
     "hidden states"  #: mark of an attention module's input; other marks are paths of layers and names of parameters
 )
@@ -106,27 +91,24 @@ def kv_gen_of(
 
     def needed(source: str | None) -> tuple[set[str], AttentionCall]:
         """Run the module; return the marks of keys and values, and the call. ``source`` outputs only its own mark."""
-        with Marks() as marks:
+        with Marks() as marks, ExitStack() as hooks:
 
-            def marking(path: str, own: Callable) -> Callable:
-                def forward(rows: torch.Tensor) -> torch.Tensor:
-                    made = own(rows)
-                    if made.shape[:-1] == hidden.shape[:-1]:
-                        widths[path] = made.shape[-1]
-                    if path == source:
-                        made = torch.empty(made.shape, dtype=made.dtype, device=made.device)  # without marks
-                    marks.mark(made, (path,))
-                    return made
+            def mark(path: str, _module: torch.nn.Module, _args: tuple, made: torch.Tensor) -> torch.Tensor:
+                if made.shape[:-1] == hidden.shape[:-1]:
+                    widths[path] = made.shape[-1]
+                if path == source:
+                    made = torch.empty(made.shape, dtype=made.dtype, device=made.device)  # without marks
+                marks.mark(made, (path,))
+                return made
 
-                return forward
-
+            for path, part in linear.items():
+                hooks.enter_context(part.register_forward_hook(partial(mark, path)))
             for name, parameter in attention.named_parameters():
                 marks.mark(parameter, (name,))
             given = torch.empty_like(hidden)
             marks.mark(given, (_INPUT,))
-            with _replaced({part: marking(path, part.forward) for path, part in linear.items()}):
-                pending = begun(lambda: attention(given, *args, **kwargs))
-                pending.run.leave()
+            pending = begun(lambda: attention(given, *args, **kwargs))
+            pending.run.leave()
             return marks.of((pending.call.key, pending.call.value)), pending.call
 
     on, call = needed(None)

@@ -19,7 +19,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.models.empty_model import empty_model
 from flexhybrid.runtime.models.latent import ActRows
 from flexhybrid.runtime.models.probe import Argument, AttentionFacts
-from flexhybrid.runtime.models.states import RecurrentLayers, RowGroup, groups_of
+from flexhybrid.runtime.models.states import LayerRun, RecurrentLayers, RowGroup, groups_of
 from flexhybrid.runtime.models.transformer import DTYPE, AttentionCall, LayerCall, Layers, Pending, call_directly
 from flexhybrid.runtime.process_settings import float32_default
 
@@ -144,7 +144,9 @@ class ModulePath:
             act = rows_of.take()[0] if rows_of else hidden_Rh[:0]
         else:
             pending = None
-            made, act = self.recurrent.begin(slot, layer, hidden_Rh, call, self._groups[step], held, rows_of.take)
+            made, act = self.recurrent.begin(
+                LayerRun(slot, layer, hidden_Rh, call, self._groups[step], held), rows_of.take
+            )
         self._pending[slot] = pending, made
         shape, rows = self.shape, len(hidden_Rh)
         filled = fact.key_dim == fact.value_dim == shape.head_dim
@@ -167,8 +169,8 @@ class ModulePath:
     def run(self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views, held: Held = None) -> torch.Tensor:
         """Run a layer that does not attend: the next layer's hidden states [R, h]. ``held`` as in ``project``."""
         self._place(layer, views)
-        self.recurrent.run(slot, layer, hidden_Rh, self.calls[step][layer], self._groups[step], held)
-        return self.recurrent.finish(slot, None)
+        call = self.calls[step][layer]
+        return self.recurrent.run(LayerRun(slot, layer, hidden_Rh, call, self._groups[step], held))
 
     def left(self, slot: int, layer: int) -> list[tuple[RowGroup, list[torch.Tensor]]]:
         """Return the states [batch, …] that a finished layer has left, by groups of the step's requests."""

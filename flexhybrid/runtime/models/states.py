@@ -185,6 +185,17 @@ def run_group(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCa
     return Running(group, made, run, result if isinstance(result, AttentionCall) else hidden_states(result))
 
 
+class LayerRun(NamedTuple):
+    """A recurrent layer's input, in a slot."""
+
+    slot: int
+    index: int  #: the layer
+    hidden_Rh: torch.Tensor
+    call: LayerCall
+    groups: list[RowGroup]
+    held: Sequence[torch.Tensor] | None  #: states of the step's requests, one group; None: no states yet
+
+
 class RecurrentLayers:
     """Runs layers that keep a state or do not attend, one per slot. Only the compute lane uses it."""
 
@@ -192,25 +203,13 @@ class RecurrentLayers:
         self.layers, self.states = layers, states
         self._running: dict[int, list[Running]] = {}
 
-    def begin(
-        self,
-        slot: int,
-        index: int,
-        hidden_Rh: torch.Tensor,
-        call: LayerCall,
-        groups: list[RowGroup],
-        held: Sequence[torch.Tensor] | None,
-        take: Callable[[], torch.Tensor],
-    ) -> tuple[AttentionCall, torch.Tensor]:
+    def begin(self, layer: LayerRun, take: Callable[[], torch.Tensor]) -> tuple[AttentionCall, torch.Tensor]:
         """Run a layer up to its attention; return the attention call over the whole grid, and the ACT rows [R, width].
 
-        ``take`` returns the ACT rows of the latest run. ``held``: states of the step's requests; None: no states yet.
-        With states, there must be one group.
+        ``take`` returns the ACT rows of the latest run.
         """
-        inputs, rows = [], len(hidden_Rh)
-        for _ in self._runs(slot, index, hidden_Rh, call, groups, held):
-            inputs.append(take())
-        running = self._running[slot]
+        inputs, rows = [take() for _ in self._runs(layer)], len(layer.hidden_Rh)
+        running = self._running[layer.slot]
         first = running[0].result
         parts = {
             name: _grid(rows, [(run.group, getattr(run.result, name).transpose(1, 2)) for run in running])
@@ -219,36 +218,22 @@ class RecurrentLayers:
         whole = first._replace(**{name: part.transpose(0, 1)[None] for name, part in parts.items()})
         return whole, _grid(rows, [(run.group, part) for run, part in zip(running, inputs, strict=True)])
 
-    def run(
-        self,
-        slot: int,
-        index: int,
-        hidden_Rh: torch.Tensor,
-        call: LayerCall,
-        groups: list[RowGroup],
-        held: Sequence[torch.Tensor] | None,
-    ) -> None:
-        """Run a layer that does not attend. ``finish`` returns its output."""
-        for _ in self._runs(slot, index, hidden_Rh, call, groups, held):
-            pass
+    def run(self, layer: LayerRun) -> torch.Tensor:
+        """Run a layer that does not attend; return the next layer's hidden states [R, h]."""
+        return _grid(len(layer.hidden_Rh), [(run.group, run.result) for run in self._runs(layer)])
 
-    def _runs(self, slot, index, hidden_Rh, call, groups, held) -> Iterator[Running]:
-        running, state = self._running.setdefault(slot, []), self.states[index]
-        running.clear()
-        for group in groups:
-            made = stand_in(self.layers, state, held)
-            running.append(run_group(self.layers, index, hidden_Rh, call, group, made))
+    def _runs(self, layer: LayerRun) -> Iterator[Running]:
+        running = self._running[layer.slot] = []
+        for group in layer.groups:
+            made = stand_in(self.layers, self.states[layer.index], layer.held)
+            running.append(run_group(self.layers, layer.index, layer.hidden_Rh, layer.call, group, made))
             yield running[-1]
 
-    def finish(self, slot: int, attended_RHd: torch.Tensor | None) -> torch.Tensor:
-        """Return the next layer's hidden states [R, h]. ``attended_RHd``: attention's output; None if there is none."""
-        running = self._running[slot]
-        if attended_RHd is not None:
-            rows = len(attended_RHd)
-            running[:] = [run.resumed(of_group(attended_RHd[None], run.group, rows)) for run in running]
-            return _grid(rows, [(run.group, run.result) for run in running])
-        widest = max(run.group.tokens for run in running)
-        return _grid(sum(run.group.batch for run in running) * widest, [(run.group, run.result) for run in running])
+    def finish(self, slot: int, attended_RHd: torch.Tensor) -> torch.Tensor:
+        """Run the rest of a layer after its attention; return the next layer's hidden states [R, h]."""
+        running, rows = self._running[slot], len(attended_RHd)
+        running[:] = [run.resumed(of_group(attended_RHd[None], run.group, rows)) for run in running]
+        return _grid(rows, [(run.group, run.result) for run in running])
 
     def left(self, slot: int, index: int) -> list[tuple[RowGroup, list[torch.Tensor]]]:
         """Return the states [batch, …] that the layer in a slot wrote, by group."""

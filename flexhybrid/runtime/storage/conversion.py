@@ -1,5 +1,7 @@
-"""Tensors of a checkpoint as transformers' modules want them: renamed, stacked and cut as transformers does on loading,
-one tensor or one stack of experts at a time (``convert_and_load_state_dict_in_model`` in its core_model_loading)."""
+"""Convert a checkpoint's tensors for transformers' modules: rename, stack and split them as transformers does.
+
+One tensor or one stack of experts is converted at a time. transformers converts them in core_model_loading.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ import torch
 from flexhybrid.core.errors import InputError
 from flexhybrid.runtime.models.transformer import own_name
 
-#: Reads a tensor of the checkpoint.
+#: Function that reads a tensor of the checkpoint.
 Read = Callable[[], torch.Tensor]
 
 
 class Conversion:
-    """Maps a checkpoint's tensors, by name, to a model's."""
+    """Converts a checkpoint's tensors (``names``) to a model's, in steps. A step gives one tensor or several."""
 
     def __init__(self, model, names: list[str]):
         try:
@@ -28,13 +30,13 @@ class Conversion:
                 rename_source_key,
             )
         except ImportError as error:
-            raise InputError(f"this transformers converts weights in a way that is not known: {error}") from None
+            raise InputError(f"this version of transformers converts weights in an unknown way: {error}") from None
         self.model, own = model, model.state_dict()
         mapping = get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-        self._steps: dict[str, tuple] = {}  #: by first tensor of the model: its transform, (pattern, checkpoint name) …
+        self._steps: dict[str, tuple] = {}  #: first model tensor -> transform, [(pattern, checkpoint name)]
         for name in sorted(names, key=dot_natural_key):
             alone = own_name(name)
             target, pattern = rename_source_key(alone, renamings, converters, model.base_model_prefix, own)
@@ -47,21 +49,21 @@ class Conversion:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """{tensor of the model: the tensor of the checkpoint that it is, under another name or the same}."""
+        """Return {model tensor: checkpoint tensor} for steps with a single checkpoint tensor."""
         return {first: sources[0][1] for first, (_, sources) in self._steps.items() if len(sources) == 1}
 
     def sources(self) -> dict[str, bool]:
-        """Return the checkpoint's tensors that are used, with whether they become floating-point numbers."""
+        """Return {checkpoint tensor: whether it becomes floating-point numbers} for all tensors that are used."""
         own = self.model.state_dict()
         steps = self._steps.items()
         return {name: own[first].is_floating_point() for first, (_, parts) in steps for _, name in parts}
 
     def __iter__(self) -> Iterator[str]:
-        """The first tensor of each step."""
+        """Yield the first model tensor of each step."""
         return iter(self._steps)
 
     def tensors(self, first: str, read: Mapping[str, Read]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name in the model, tensor) of the step that gives this tensor."""
+        """Yield (model tensor's name, tensor) of the step whose first tensor is ``first``."""
         transform, sources = self._steps[first]
         transform = deepcopy(transform)
         for pattern, name in sources:

@@ -1,20 +1,22 @@
-"""Settings of CUDA's caching allocator, so that it holds little more than the tensors' bytes."""
+"""Settings of CUDA's caching allocator that keep its memory close to the tensors' bytes."""
 
 import os
 import warnings
 
 import torch
 
-#: Alignment of tensors that share memory, as in the allocator.
+#: Alignment of tensors in shared memory, the same as the allocator's.
 ALIGNED_BYTES = 512
 
-#: What torch's allocator reads its settings from: the first since torch 2.9, the second before.
+#: Environment variables with the allocator's settings: since torch 2.9, and before.
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def allow_expandable_segments(device: torch.device) -> None:
-    """Allow segments of a CUDA device's memory to grow, where torch can and the user has not decided: free memory
-    between tensors then becomes contiguous again. It holds for the process, and changes no results."""
+    """Allow segments of CUDA memory to grow, unless the user has set this: it avoids fragmentation.
+
+    The setting applies to the whole process. It changes no results.
+    """
     given = next((os.environ[name] for name in SETTINGS if os.environ.get(name)), "")
     if device.type != "cuda" or "expandable_segments" in given:
         return
@@ -23,11 +25,11 @@ def allow_expandable_segments(device: torch.device) -> None:
     try:
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (change or torch.cuda.memory._set_allocator_settings)(settings)
-    except (AttributeError, RuntimeError, ValueError) as error:  # another allocator, or an older torch
-        warnings.warn(f"CUDA memory is taken in segments of fixed size: {error}", stacklevel=2)
+    except (AttributeError, RuntimeError, ValueError) as error:  # another allocator, or an old version of torch
+        warnings.warn(f"CUDA memory is allocated in segments of fixed size: {error}", stacklevel=2)
 
 
 def release_cached(device: torch.device) -> None:
-    """Release what the allocator of a CUDA device keeps for freed tensors."""
+    """Release the memory that a CUDA device's allocator keeps of freed tensors."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,11 +1,11 @@
-"""Scratch space on a disk for weights and caches: preallocated, with large parallel requests.
+"""Preallocated scratch space on a disk for weights and caches, with large parallel requests.
 
-The file is never mapped: shortening a mapped file kills the process, but a short pread is an error with a message.
-Where the system allows it, the file has no name (O_TMPFILE) and vanishes with the process.
+The file is never mapped: if another program shortens a mapped file, the process is killed; after a short pread, it can
+report an error. If the system allows it, the file has no name (O_TMPFILE) and disappears with the process.
 
-Reads and writes bypass the page cache (O_DIRECT) if the filesystem supports it and offset, length and address are
+Reads and writes bypass the page cache (O_DIRECT) if the filesystem supports this and offset, length and address are
 multiples of ``ALIGN``. Unaligned ends, and pieces whose address and offset differ modulo ALIGN, use the page cache.
-Only full pages bypass it, so the two paths never touch one page, and Linux writes a dirty page back before it reads it
+Only full pages bypass the cache, so no page is written both ways, and Linux writes a dirty page before it reads it
 directly.
 """
 
@@ -31,22 +31,22 @@ from flexhybrid.runtime.links import Pacer
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.scratch_file import MEMORY_FILESYSTEMS, ScratchFile, filesystem_of
 
-#: O_DIRECT requires multiples of this for offsets, lengths and addresses; at least a page, see above.
+#: O_DIRECT requires multiples of this for offsets, lengths and addresses. At least a page (see above).
 ALIGN = max(4096, mmap.PAGESIZE)
 
-#: Most bytes of one request. Less is not divided among workers: 6 MiB take equally long in one request as in four, and
-#: wake one thread instead of four (3.5 ms on an idle machine of two cores; 4.0 and 4.4 ms while both compute).
+#: Maximum bytes of one request. Smaller calls are not divided among workers: 6 MiB take as long in one request as in
+#: four (3.5 ms on two idle cores; while both compute, 4.0 and 4.4 ms), and wake fewer threads.
 REQUEST_BYTES = 8 << 20
 
-#: Buffers that one preadv or pwritev may name.
+#: Maximum number of buffers in one preadv or pwritev.
 MOST_BUFFERS = 1024
 
-#: A paced call sleeps in steps of this length, so that closing ends it soon.
+#: A paced call sleeps for at most this long at a time, so that closing the space ends it soon.
 PACE_STEP_S = 0.1
 
-SLOWEST_PACE = 0.01  #: GB/s, the lowest pace accepted: slower, nothing would ever end
+SLOWEST_PACE = 0.01  #: GB/s, the lowest allowed pace
 
-NUM_WORKERS = 4  #: requests of one call that run at once, including the calling thread's
+NUM_WORKERS = 4  #: number of threads for the requests of one call, including the calling thread
 
 Piece = tuple[int, torch.Tensor]  #: (offset in bytes, contiguous CPU memory)
 
@@ -56,7 +56,7 @@ _Part = tuple[int, bool, memoryview]  #: (offset, direct, bytes)
 
 @dataclass(slots=True)
 class _Request:
-    """One system call: buffers that are consecutive in the file, from ``offset`` on."""
+    """One system call, for buffers that are consecutive in the file from ``offset`` on."""
 
     offset: int
     direct: bool
@@ -67,11 +67,11 @@ class _Request:
 class DiskSpace:
     """``num_bytes`` of scratch space in a folder of the user's choice.
 
-    directory: created with mode 0700 if missing (default: "scratch" in the user's cache folder). gb_per_s paces reads
-    and writes, each direction separately; None: the disk's own speed.
+    directory: created with mode 0700 if missing (default: "scratch" in the user's cache folder). gb_per_s: pace of
+    reads and of writes, each direction separately (default: the disk's own speed).
 
-    Any number of threads may read and write at once; the caller separates calls that touch the same bytes if one
-    writes. An error ends only its own call. ``enabled`` False skips reads and pace, to measure compute time alone.
+    Any number of threads may read and write at once. The caller must not overlap a write with another call for the same
+    bytes. An error ends only its own call. ``enabled`` = False skips reads and pace, to measure computing time alone.
 
     Raise InputError if the folder cannot be used or lacks ``num_bytes``, or for an invalid pace.
     """
@@ -85,13 +85,13 @@ class DiskSpace:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.num_bytes = num_bytes
         self.enabled = True
-        # Whole pages, so that a direct request at the end stays inside the file.
+        # Whole pages, so that direct requests at the end stay inside the file.
         self._file = ScratchFile(folder, num_bytes + -num_bytes % ALIGN)
         self._workers = ThreadPoolExecutor(NUM_WORKERS - 1, thread_name_prefix="flexhybrid-disk")
         self._closing = False
         self._callers: set[threading.Thread] = set()
         self._changed = threading.Condition()
-        # Runs at close, at garbage collection, and at the interpreter's exit; it never waits.
+        # Runs at close, at garbage collection, and at the interpreter's exit. It never blocks.
         self._release = weakref.finalize(self, _release, self._file, self._workers)
         self.direct = self._direct_reads_work()
 
@@ -102,29 +102,29 @@ class DiskSpace:
         self._pacers = {"read": (Pacer(rate), threading.Lock()), "write": (Pacer(rate), threading.Lock())}
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        """Fill every piece's memory with the bytes from its offset on. Raise DiskError when a read fails."""
+        """Read the bytes at every piece's offset into its memory. Raise DiskError if a read fails."""
         if self.enabled:
             self._transfer("read", pieces)
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Write every piece's memory at its offset; pieces may not overlap. Raise DiskError when a write fails."""
+        """Write every piece's memory at its offset; pieces may not overlap. Raise DiskError if a write fails."""
         self._transfer("write", pieces)
 
     def flush(self) -> None:
-        """Write the page cache's dirty pages of the file to the disk. Raise DiskError when that fails."""
+        """Write the file's dirty pages in the page cache to the disk. Raise DiskError if that fails."""
         try:
             os.fsync(self._file.fd)
         except OSError as error:
             raise DiskError(f"cannot write back {self._file}: {error.strerror or error}") from None
 
     def drop_page_cache(self) -> None:
-        """Drop the file from the page cache where the system can, so that measurements read the disk itself."""
+        """Drop the file from the page cache, if the system can do this, so that measurements read the disk itself."""
         self.flush()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def describe(self) -> str:
-        """Return a line for people: size, folder, filesystem, and where reads are served from."""
+        """Return a line for users: size, folder, filesystem, and whether reads bypass the page cache."""
         kind = filesystem_of(self._file.directory)
         if self.direct:
             how = "reads bypass the page cache"
@@ -137,14 +137,14 @@ class DiskSpace:
         return f"{self.num_bytes / 2**30:.2f} GiB in {where}, {how}{pace}"
 
     def abort(self) -> None:
-        """Make running calls raise DiskError soon, and further calls at once. Does not wait; ``close`` must follow."""
+        """Make running and later calls raise DiskError soon. Does not block; ``close`` must follow."""
         self._closing = True
 
     def close(self) -> None:
-        """Release the space and join its threads. Running calls raise DiskError soon. May be called again."""
+        """Release the space and end its threads. Running calls raise DiskError soon. May be called again."""
         with self._changed:
             self._closing = True
-            # Ctrl-C may have left this thread among the callers, though it runs no other call.
+            # After Ctrl-C, this thread may still be among the callers.
             while any(caller.is_alive() for caller in self._callers - {threading.current_thread()}):
                 self._changed.wait(timeout=0.1)
         self._workers.shutdown(wait=True)
@@ -157,7 +157,7 @@ class DiskSpace:
         self.close()
 
     def _direct_reads_work(self) -> bool:
-        """Try a direct read: some filesystems open with O_DIRECT, but refuse to read, or need larger blocks."""
+        """Try a direct read. Some filesystems open files with O_DIRECT, but refuse to read or need larger blocks."""
         if self._file.direct_fd is None:
             return False
         page = HostMemory(pinned=False).bytes(ALIGN).numpy().data
@@ -192,7 +192,7 @@ class DiskSpace:
                 self._changed.notify_all()
 
     def _requests(self, pieces: Sequence[Piece], writing: bool) -> list[_Request]:
-        """Cut and join pieces into requests: direct where aligned, neighbours in the file joined."""
+        """Divide pieces into requests: direct ones for aligned bytes; neighbours in the file are joined."""
         parts: list[_Part] = []
         for offset, memory in pieces:
             if memory.device.type != "cpu" or not memory.is_contiguous():
@@ -201,7 +201,7 @@ class DiskSpace:
             size = array.size
             if offset < 0 or offset + size > self.num_bytes:
                 raise ValueError(f"bytes {offset} to {offset + size} are outside the {self.num_bytes} of {self._file}")
-            first = last = 0  # [0, first) and [last, size) of the array are unaligned ends
+            first = last = 0  # [first, last) is aligned; the rest are unaligned ends
             if self.direct and (address - offset) % ALIGN == 0:
                 first = min(-offset % ALIGN, size)
                 last = first + (size - first) // ALIGN * ALIGN
@@ -219,13 +219,13 @@ class DiskSpace:
         return _joined(parts)
 
     def _check_length(self) -> None:
-        """Raise DiskError for a shortened file: a write past its end would fill the lost data with zeros."""
+        """Raise DiskError if the file was shortened. A write past its end would fill the lost data with zeros."""
         length = os.fstat(self._file.fd).st_size
         if length < self._file.num_bytes:
             raise DiskError(f"{self._file} was shortened: {length:,} of {self._file.num_bytes:,} bytes are left")
 
     def _spread(self, direction: str, requests: list[_Request]) -> None:
-        """Perform all requests on this thread and the workers; raise the first error."""
+        """Perform all requests on this thread and the workers. Raise the first error."""
         waiting = deque(requests)
         errors: list[Exception] = []
 
@@ -248,12 +248,12 @@ class DiskSpace:
             waiting.clear()
             for helper in helpers:
                 if not helper.cancel():
-                    helper.result()  # no buffer may be touched after this call has returned
+                    helper.result()  # no buffer may be accessed after this call has returned
         if errors:
             try:
                 raise errors[0]
             finally:
-                errors.clear()  # the error's traceback holds this frame: a circle would keep the buffers
+                errors.clear()  # the traceback holds this frame: a reference cycle, which would keep the buffers alive
         if closed:
             raise DiskError(f"{self._file} was closed during a {direction}")
 
@@ -263,7 +263,7 @@ class DiskSpace:
         try:
             if request.direct and self._file.direct_fd is not None:
                 done = call(self._file.direct_fd, request.buffers, request.offset)
-            while done < request.num_bytes:  # what a short direct request left is no longer aligned
+            while done < request.num_bytes:  # the rest of a short direct request is not aligned
                 moved = call(self._file.fd, _after(request.buffers, done), request.offset + done)
                 if moved == 0:
                     break
@@ -287,9 +287,9 @@ def _release(file: ScratchFile, workers: ThreadPoolExecutor) -> None:
 
 
 def _joined(parts: list[_Part]) -> list[_Request]:
-    """Join parts, which are in the file's order, to requests."""
+    """Join parts, sorted by offset, to requests."""
     requests: list[_Request] = []
-    last = _Request(-1, False, [], 0)  # no part follows it in the file
+    last = _Request(-1, False, [], 0)  # no part can follow it
     for offset, direct, memory in parts:
         position, size = 0, len(memory)
         while position < size:
@@ -315,7 +315,7 @@ def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
 
 
 def checked_rate(name: str, gb_per_s: float | None) -> float | None:
-    """Return a pace unchanged. Raise InputError, with its name, unless it is None or a rate of SLOWEST_PACE or more."""
+    """Return a pace. Raise InputError, with ``name``, unless it is None or at least SLOWEST_PACE."""
     if gb_per_s is not None and not (is_number(gb_per_s) and SLOWEST_PACE <= gb_per_s < float("inf")):
         raise InputError(f"{name} is {gb_per_s!r}; it must be a number of at least {SLOWEST_PACE} GB/s")
     return gb_per_s

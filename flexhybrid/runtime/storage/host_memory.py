@@ -1,4 +1,4 @@
-"""Host memory for pools and weights: of exact size, and page-locked for a GPU."""
+"""Host memory for pools and weights, with exact sizes, page-locked for a GPU."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import torch
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.units import gib
 
-#: The most that is registered in one call: drivers of series 580 refuse 512 GiB (vllm-project/vllm#51081).
+#: Maximum bytes registered in one call. Drivers of series 580 refuse 512 GiB (vllm-project/vllm#51081).
 PIECE_BYTES = 64 << 30
 
-#: The most threads that touch memory. Eight took a third to a fifth of the time of one, on others' machines
+#: Maximum number of threads that touch memory. Eight took 1/5 to 1/3 of one thread's time, as others measured
 #: (ai-dynamo/dynamo#13710, rapidsai/cudf#23457).
 TOUCHING_THREADS = 16
 
-#: Fewer bytes are touched by one thread: starting others takes longer.
+#: Fewer bytes than this are touched by one thread, because starting others takes longer.
 TOUCHED_ALONE_BYTES = 64 << 20
 
 
 class HostMemory:
-    """Allocates zeroed host tensors and counts the bytes that they take.
+    """Allocates zeroed host tensors and counts their bytes.
 
-    torch's pinned allocator rounds up to a power of two (up to 2x for a large pool). This class maps memory of the
+    torch's pinned allocator rounds up to a power of two, which may double a large pool. This class maps memory of the
     exact size and registers it with the driver. Every tensor begins on a page, as direct disk reads require.
     """
 
@@ -37,8 +37,7 @@ class HostMemory:
         self.allocated_bytes = 0
 
     def bytes(self, size: int) -> torch.Tensor:
-        """Return a zeroed uint8 tensor of ``size`` bytes. Raise InputError if the system lacks the memory, or the
-        driver refuses to lock it."""
+        """Return a zeroed uint8 tensor. Raise InputError if the system or the driver refuses the memory."""
         if size == 0:
             return torch.zeros(0, dtype=torch.uint8)
         mapping, tensor = _mapped(size)
@@ -53,19 +52,21 @@ class HostMemory:
         return self.bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
-#: Unused mappings that the driver did not release, as in a capture. They stay mapped until it does, or it would refuse
-#: to lock new mappings at their addresses.
+#: Unused mappings that the driver could not release, as during a capture. They stay mapped until it can: it would
+#: refuse to lock new mappings at the same addresses.
 STILL_LOCKED: list[_Mapping] = []
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous memory that is unregistered before it is unmapped. The tensor over it keeps it alive."""
+    """Anonymous memory, which is unregistered before it is unmapped. A tensor over the memory keeps it alive."""
 
     registered: tuple[int, ...] = ()  #: addresses of the pieces that the driver has locked
 
     def lock(self, address: int, size: int, locked_before: int) -> None:
-        """Page-lock the memory piece by piece. If the driver refuses one, unlock all and raise InputError.
-        ``locked_before``: bytes that its owner has locked."""
+        """Page-lock the memory in pieces. Raise InputError, with nothing locked, if the driver refuses a piece.
+
+        ``locked_before``: bytes that the owner had locked before, for the message.
+        """
         runtime = _cuda_runtime()
         for mapping in STILL_LOCKED:
             mapping._unlock()
@@ -84,7 +85,7 @@ class _Mapping(mmap.mmap):
         self.registered = tuple(piece for piece in self.registered if int(runtime.cudaHostUnregister(piece)))
 
     def __del__(self):
-        with contextlib.suppress(Exception):  # at the interpreter's exit CUDA may be gone already
+        with contextlib.suppress(Exception):  # at the interpreter's exit, CUDA may be unloaded
             self._unlock()
             if self.registered:
                 STILL_LOCKED.append(self)
@@ -109,14 +110,13 @@ def _cuda_runtime():
 
 
 def _report_refusal() -> None:
-    """Make torch report the refusal now; otherwise it would surface as CUDA's last error in a later call."""
+    """Make torch raise CUDA's last error now, so that no later call raises it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda", dtype=torch.uint8)
 
 
 def _mapped(size: int) -> tuple[_Mapping, torch.Tensor]:
-    """Map anonymous memory of ``size`` bytes; return the mapping and a uint8 tensor over it. Raise InputError if the
-    system refuses."""
+    """Map anonymous memory; return it and a uint8 tensor over it. Raise InputError if the system refuses."""
     try:
         mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
@@ -129,7 +129,7 @@ def _mapped(size: int) -> tuple[_Mapping, torch.Tensor]:
 
 
 def touch(tensor: torch.Tensor) -> None:
-    """Touch the pages of new memory now, with several threads: the driver would do so one by one while locking."""
+    """Touch the pages of new memory with several threads. The driver would touch them one by one while locking."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_threads = min(TOUCHING_THREADS, cores) if len(tensor) >= TOUCHED_ALONE_BYTES else 1
     share = -(-len(tensor) // num_threads // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -142,5 +142,5 @@ def touch(tensor: torch.Tensor) -> None:
 
 
 def _touch(part: torch.Tensor) -> None:
-    """Write to each page. The pages of an anonymous mapping come with zeros."""
-    part.numpy()[:: mmap.PAGESIZE] = 0  # numpy releases the interpreter here, and starts no threads
+    """Write a zero to each page. The pages of an anonymous mapping are zero."""
+    part.numpy()[:: mmap.PAGESIZE] = 0  # numpy releases the interpreter's lock, and starts no threads

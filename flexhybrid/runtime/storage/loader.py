@@ -1,7 +1,7 @@
-"""Checkpoints in Hugging Face layout, read one tensor at a time from local files; and random weights of any shape.
+"""Read checkpoints in Hugging Face layout from local files, one tensor at a time; and make random weights.
 
-Headers are checked against the model's shape before any weights are read, so that a truncated or foreign file is
-refused at once. This module never opens a network connection.
+Headers are compared with the model's shape before any weights are read, so that truncated or wrong files are refused at
+once. This module never opens a network connection.
 """
 
 import math
@@ -28,20 +28,19 @@ from flexhybrid.runtime.models.llama import packed_tensors
 from flexhybrid.runtime.models.transformer import one_line
 from flexhybrid.runtime.storage.conversion import Conversion
 
-#: Dtypes of stored weights -> safetensors' names of them.
+#: Allowed dtypes of stored weights -> their names in safetensors.
 FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
-#: File of a rotary model's skewing matrices, in the checkpoint's folder.
+#: Name of the file with a rotary model's skewing matrices.
 SKEW_FILE = "skew.safetensors"
 
 
 class Checkpoint:
     """A local checkpoint folder. Raise InputError if a tensor of the model is missing or has a wrong shape.
 
-    Unused tensors (rotary inv_freq of old checkpoints) are not read. A head that differs from the embedding is used,
-    whether or not the configuration ties them, as in transformers and vLLM.
-
-    ``modules``: run it through transformers' layers even if its architecture has a file of its own.
+    Unused tensors (like inv_freq of old checkpoints) are not read. A head that differs from the embedding is used even
+    if the configuration ties them, as in transformers and vLLM. ``modules``: run the model through transformers' layers
+    even if ``runtime.models`` has its architecture.
     """
 
     def __init__(self, path: str | Path, modules: bool = False):
@@ -72,7 +71,7 @@ class Checkpoint:
         )
 
     def _unpack(self, packed: dict[str, dict[str, int]]) -> None:
-        """Present parts of packed tensors (``packed_tensors``) as tensors of their own, if all their rows are there."""
+        """Add the parts of joined tensors (``packed_tensors``) as separate tensors, if their shape is as expected."""
         for layer in range(self.shape.num_layers):
             for name, parts in packed.items():
                 whole, first = self._stored.get(self._layer_name(layer, name)), 0
@@ -123,8 +122,7 @@ class Checkpoint:
             raise InputError(f"{self.path}: cannot read tensor {name}: {error}") from None
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (layout name, checkpoint name, tensor) of one layer; tensors that share a layout name come in the order
-        of their rows: keys, values, queries."""
+        """Yield (layout name, checkpoint name, tensor) of a layer. Tensors of one layout name come in row order."""
         if self._modules:
             yield from self._modules.layer_tensors(layer)
             return
@@ -134,7 +132,7 @@ class Checkpoint:
                 yield name, own_name, self.read(own_name)
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (layout name, tensor) outside the layers, copied: a tensor as read is a view of the mapped file."""
+        """Yield (layout name, tensor) outside the layers. They are copies; reading gives views of a mapped file."""
         if self._modules:
             yield from self._modules.outer_tensors()
             return
@@ -142,7 +140,7 @@ class Checkpoint:
             yield tensor, self.read(self.outer_name(tensor)).clone()
 
     def skew(self, layer: int) -> torch.Tensor | None:
-        """Return a layer's skewing matrices [G, d, d], None for a model without. Raise InputError for another shape."""
+        """Return a layer's skewing matrices [G, d, d], or None. Raise InputError if their shape is wrong."""
         if not (file := self.path / SKEW_FILE).is_file():
             return None
         name = f"layers.{layer}"
@@ -154,7 +152,7 @@ class Checkpoint:
 
 
 class ModuleTensors:
-    """The tensors of a checkpoint as transformers' modules take them."""
+    """The tensors of a checkpoint, converted for transformers' modules."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -165,11 +163,11 @@ class ModuleTensors:
         self.shape, model, _ = empty
         self._names = TensorNames.of(empty)
         self._sizes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._steps: dict[int | None, list[str]] = {None: []}  # by layer; None: outside all layers
+        self._steps: dict[int | None, list[str]] = {None: []}  # layer (None: outside) -> first tensors of its steps
         self._check()
 
     def _untied(self, empty: EmptyModel) -> frozenset[str]:
-        """Return which tensors the configuration ties to others that differ from them in the files."""
+        """Return tensors that the configuration ties to others, but which differ from them in the files."""
         own, untied = self._conversion.renamed, set()
         for names in TensorNames.of(empty).outside.values():
             stored = {name: self._stored[own[name]] for name in names if name in own}
@@ -178,8 +176,10 @@ class ModuleTensors:
         return frozenset(untied)
 
     def _check(self) -> None:
-        """Convert tensors on the meta device and record which step gives what; raise InputError for a missing one or a
-        wrong shape."""
+        """Convert all tensors on the meta device, and record each layer's steps.
+
+        Raise InputError if a tensor is missing or has a wrong shape.
+        """
         _check_plain(self.path, self._stored, self._conversion.sources())
         reads = {name: partial(torch.empty, part.shape, device="meta") for name, part in self._stored.items()}
         found = {}
@@ -208,13 +208,13 @@ class ModuleTensors:
                 raise InputError(f"{self.path}: cannot read {first}: {error}") from None
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (layout name, the model's name, tensor) of one layer."""
+        """Yield (layout name, model's name, tensor) of a layer."""
         for name, tensor in self._made(layer):
             if self._names.inside.get(name, (None, ""))[0] == layer:
                 yield self._names.inside[name][1], name, tensor
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (the model's name, tensor) outside the layers' parameters, each tensor once."""
+        """Yield (model's name, tensor) for each tensor that is no parameter of a layer, once."""
         given = set()
         first = {name: names[0] for names in self._names.outside.values() for name in names}
         for name, tensor in self._made(None):
@@ -227,7 +227,7 @@ class _Stored(NamedTuple):
     """A tensor of an open file."""
 
     shape: list[int]
-    dtype: str  #: by safetensors' name
+    dtype: str  #: its name in safetensors
     read: Callable[[], torch.Tensor]
     file: str = ""
 
@@ -237,7 +237,7 @@ class _Stored(NamedTuple):
 
 
 def _is_same(one: _Stored, other: _Stored) -> bool:
-    """Return whether two tensors are the same plain numbers."""
+    """Return whether two tensors have the same plain floating-point numbers."""
     alike = one.shape == other.shape and one.dtype == other.dtype and one.dtype in FLOATS.values()
     return alike and torch.equal(one.read(), other.read())
 
@@ -256,8 +256,11 @@ def _open_safetensors(path: Path) -> dict[str, _Stored]:
 
 
 def _open_pickle(path: Path) -> dict[str, _Stored]:
-    """Open a pytorch_model.bin with weights_only: a pickle that would run code is refused. Other values than tensors
-    are left out, as transformers leaves them out. Files of torch before 1.6 cannot be mapped: they are read whole."""
+    """Open a pytorch_model.bin with weights_only, which refuses pickles that would run code.
+
+    Values that are not tensors are ignored, as in transformers. Files of torch before 1.6 cannot be mapped, so they are
+    read whole.
+    """
     check_no_pointer(path)
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
@@ -271,14 +274,16 @@ def _open_pickle(path: Path) -> dict[str, _Stored]:
 
 
 def _dtype_of(tensor: torch.Tensor) -> str:
-    """Return the dtype of a tensor by safetensors' name; what cannot be used as it is has another one."""
+    """Return the name of a tensor's dtype in safetensors; another name if the tensor cannot be used as it is."""
     plain = tensor.layout is torch.strided and not tensor.is_meta
     return FLOATS.get(tensor.dtype, str(tensor.dtype)) if plain else f"{tensor.layout} of {tensor.device}"
 
 
 def _stored_tensors(path: Path) -> dict[str, _Stored]:
-    """Return {name: tensor} of all the checkpoint's files, which are found as transformers finds them: safetensors
-    first, and a single file before an index of shards, which is older where both are there."""
+    """Return {name: tensor} of all the checkpoint's files.
+
+    Files are chosen as in transformers: safetensors first, and a single file before an index of shards.
+    """
     if other := load_json(path / "config.json").get("transformers_weights"):
         raise InputError(f"{path}: transformers_weights {shown(other)} of config.json is not supported")
     for stem, suffix, read in (("model", ".safetensors", _open_safetensors), ("pytorch_model", ".bin", _open_pickle)):
@@ -302,8 +307,10 @@ def _stored_tensors(path: Path) -> dict[str, _Stored]:
 
 
 def _check_plain(path: Path, stored: Mapping[str, _Stored], used: Mapping[str, bool]) -> None:
-    """Raise InputError if a weight is not plain floating-point numbers, or an unused tensor is a part of packed ones,
-    such as a scale. ``used``: tensor -> whether it is a weight (not an index, for instance)."""
+    """Raise InputError if weights are quantized: not floating-point numbers, or with an unused tensor such as a scale.
+
+    ``used``: tensor -> whether it is a weight (and not, for instance, an index).
+    """
     for name, tensor in stored.items():
         if used.get(name) and tensor.dtype not in FLOATS.values():
             found = f"holds {tensor.dtype}; weights must be one of {', '.join(FLOATS.values())}"
@@ -314,11 +321,11 @@ def _check_plain(path: Path, stored: Mapping[str, _Stored], used: Mapping[str, b
         raise InputError(f"{path / tensor.file}: tensor {name} {found}. {GIVE_PLAIN}")
 
 
-DRAWN_AT_A_TIME = 1 << 24  #: elements of a layer's tensor that are drawn at a time: 64 MiB in float32
+DRAWN_AT_A_TIME = 1 << 24  #: maximum of elements drawn at a time: 64 MiB in float32
 
 
 class RandomWeights:
-    """Random weights of any shape, always equal: for timing, where only sizes matter."""
+    """Random weights of any shape, for timing, where only sizes matter. They are equal in every run."""
 
     def __init__(self, shape: ModelShape, device: str = "cpu"):
         self.shape, self.device = shape, device
@@ -333,14 +340,14 @@ class RandomWeights:
         return torch.empty(size, device=self.device, dtype=torch.float32).normal_(0.0, 0.02, generator=generator)
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield the tensors of a layer; of large ones some rows at a time, so that the device has room for them."""
+        """Yield the tensors of a layer. Large ones come in several row parts, so that they fit on the device."""
         for spot in layer_layout(self.shape, 2, layer=layer).spots:
             size = (spot.rows, spot.cols) if spot.cols else (spot.rows,)
             for piece in self._pieces(f"layer {layer} {spot.name}", size):
                 yield spot.name, spot.name, piece
 
     def _pieces(self, name: str, size: tuple[int, ...]) -> Iterator[torch.Tensor]:
-        """Draw DRAWN_AT_A_TIME elements of a tensor at a time, or a row if that is longer."""
+        """Yield a tensor in parts of up to DRAWN_AT_A_TIME elements, or of one row if that is longer."""
         at_a_time = max(1, DRAWN_AT_A_TIME // math.prod(size[1:]))
         for first in range(0, size[0], at_a_time):
             rows = min(at_a_time, size[0] - first)
@@ -356,7 +363,7 @@ class RandomWeights:
             yield name, self._gathered(self._pieces(name, size), size)
 
     def _gathered(self, pieces: Iterator[torch.Tensor], size: tuple[int, ...]) -> torch.Tensor:
-        """Return pieces as one tensor, on the host if there are several, because the device may lack room."""
+        """Return pieces as one tensor: on the host if there are several, because the device may lack room."""
         if math.prod(size) <= DRAWN_AT_A_TIME:
             return next(pieces)
         whole, first = torch.empty(size, dtype=torch.float32), 0

@@ -1,16 +1,16 @@
-"""Matrices in row parts: resident ones, and streamed ones."""
+"""Products with matrices whose rows are in two memories: a resident and a streamed part."""
 
 import torch
 import torch.nn.functional as F
 
-#: The row ranges of a tensor, in order: a resident and a streamed part, or a single part.
+#: The rows of a tensor in order: a resident and a streamed part, or a single part.
 Parts = tuple[torch.Tensor, ...]
 
 
 def linear(
     rows: torch.Tensor, parts: Parts, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return rows · Wᵀ + bias, [R, in] -> [R, out], with W [out, in] given in row parts. ``out`` takes it."""
+    """Return rows [R, in] · Wᵀ + bias, with W [out, in] in parts. ``out`` [R, out] takes the result if given."""
     if len(parts) == 1 and out is None:
         return F.linear(rows, parts[0], bias)
     if len(parts) == 1:
@@ -21,14 +21,14 @@ def linear(
 
 
 def linear_relu(rows: torch.Tensor, parts: Parts, bias: torch.Tensor) -> torch.Tensor:
-    """Return what of ``linear`` is positive, else zeros; on CUDA the product of a whole matrix does that itself."""
+    """Return relu(``linear``). On CUDA, one operation does both if W is a single part."""
     if len(parts) == 1 and rows.is_cuda:
         return torch.ops.aten._addmm_activation(bias, rows, parts[0].t())
     return F.relu_(linear(rows, parts, bias))
 
 
 def add_linear_(total: torch.Tensor, rows: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """Add rows · Wᵀ to a total [R, out] in place, and return it. On CUDA the product adds to it, and rounds once."""
+    """Add rows · Wᵀ to a total [R, out] in place; return it. On CUDA, one operation does both and rounds once."""
     if not total.is_cuda:
         return total.add_(linear(rows, parts, None))
     first = 0

@@ -1,4 +1,4 @@
-"""A preallocated file that leaves nothing behind: it has no name, or loses it as soon as it is open."""
+"""A preallocated file without a name (or whose name is deleted at once), which disappears with the process."""
 
 import contextlib
 import errno
@@ -9,19 +9,19 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 
-#: Filesystems in memory, without a disk behind their page cache.
+#: Filesystems in memory, without a disk.
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
-CLOSED = -1  #: in place of a file descriptor
+CLOSED = -1  #: replaces the descriptor of a closed file
 
-ZEROS = 1 << 22  #: bytes written at once where the system cannot preallocate
+ZEROS = 1 << 22  #: number of bytes written at once if the system cannot preallocate
 
 
 class ScratchFile:
     """An open file of exactly ``num_bytes`` allocated bytes.
 
-    ``fd`` uses the page cache (CLOSED after ``close``), ``direct_fd`` bypasses it (None where that is not possible).
-    Raises InputError when the folder cannot be used or has no room.
+    ``fd`` uses the page cache. ``direct_fd`` bypasses it (None if that is impossible). Raise InputError if the folder
+    cannot be used or has no room.
     """
 
     def __init__(self, directory: Path, num_bytes: int):
@@ -32,7 +32,7 @@ class ScratchFile:
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
             self._open()
-        except FileNotFoundError:  # a typo, or a disk that is not mounted
+        except FileNotFoundError:  # a typing error, or a disk that is not mounted
             self.close()
             why = "no folder can be made in" if directory.parent.is_dir() else "there is no folder"
             raise InputError(f"{why} {directory.parent} to keep scratch space in {directory}") from None
@@ -60,13 +60,13 @@ class ScratchFile:
     def _open(self) -> None:
         try:
             self.fd = open_unnamed(self.directory)
-        except OSError:  # this filesystem has no unnamed files; an unusable folder raises here
+        except OSError:  # the filesystem has no unnamed files; an unusable folder raises again here
             path = self.directory / f"flexhybrid-{secrets.token_hex(8)}.scratch"
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             os.unlink(path)
         self.direct_fd = self._open_direct(f"/proc/self/fd/{self.fd}")
         if self.direct_fd is not None and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)  # used for unaligned ends only: no read-ahead
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead: only unaligned ends are read here
 
     def _open_direct(self, source: str) -> int | None:
         if not hasattr(os, "O_DIRECT") or filesystem_of(self.directory) in MEMORY_FILESYSTEMS:
@@ -96,14 +96,14 @@ class ScratchFile:
 
 
 def open_unnamed(directory: Path) -> int:
-    """Open a file without a name in this folder. Raise OSError where the system or the filesystem has none."""
+    """Open a file without a name in a folder. Raise OSError if the system or the filesystem cannot do this."""
     if not hasattr(os, "O_TMPFILE"):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
 
 
 def preallocate(fd: int, num_bytes: int) -> None:
-    """Allocate ``num_bytes`` of blocks to a new file. Raise OSError when the filesystem has no room for them."""
+    """Allocate ``num_bytes`` to a new file. Raise OSError if the filesystem has no room."""
     if num_bytes == 0:
         return
     if hasattr(os, "posix_fallocate"):
@@ -119,13 +119,13 @@ def preallocate(fd: int, num_bytes: int) -> None:
 
 
 def free_bytes(directory: Path) -> int | None:
-    """Return the bytes that a user may still allocate on the folder's filesystem; None where it is unknown."""
+    """Return the free bytes of a folder's filesystem; None if unknown."""
     disk = os.statvfs(directory)
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 
 def filesystem_of(directory: Path) -> str:
-    """Return the type of a folder's filesystem, like "ext4"; "" where the system does not tell."""
+    """Return the type of a folder's filesystem, like "ext4"; "" if unknown."""
     folder = os.path.realpath(directory)
     filesystem, longest = "", -1
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
@@ -133,6 +133,6 @@ def filesystem_of(directory: Path) -> str:
             fields = line.split()
             point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields[4])
             inside = folder == point or folder.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= longest:  # the last of several mounts on one point hides the others
+            if inside and len(point) >= longest:  # a later mount hides an earlier one on the same point
                 filesystem, longest = fields[fields.index("-") + 1], len(point)
     return filesystem

@@ -1,4 +1,4 @@
-"""Weights in memory and on the disk: one byte range per layer and tier, and tensors that are views of it."""
+"""Weights in memory and on the disk: one byte range per layer and tier. Tensors are views of these ranges."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -22,10 +22,10 @@ from flexhybrid.runtime.storage.parts import Parts
 
 
 class WeightSource(Protocol):
-    """The weights of a model, one tensor at a time, from a checkpoint or random."""
+    """A source of a model's weights, one tensor at a time: a checkpoint, or random numbers."""
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (layout name, the source's own name, tensor) of one layer; several row parts per name if split."""
+        """Yield (layout name, the source's own name, tensor) of a layer. A tensor may come in several row parts."""
         ...
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -33,8 +33,7 @@ class WeightSource(Protocol):
         ...
 
     def skew(self, layer: int) -> torch.Tensor | None:
-        """Return the matrices [G, d, d] that multiply a rotary model's rotated queries and keys before a selection
-        guesses (``runtime.selections.skew``); None for a model that is not skewed."""
+        """Return the skewing matrices [G, d, d] of a rotary model (``selections.skew``); None if it is not skewed."""
         ...
 
 
@@ -53,17 +52,17 @@ ANYWHERE = DiskPlace()
 
 
 class WeightSlots(NamedTuple):
-    """The buffers of streamed layers: two on the device, and two on the host for bytes from the disk."""
+    """The buffers of streamed layers: two on the device, and two on the host for data from the disk."""
 
     device: list[torch.Tensor]
     staging: list[torch.Tensor]
-    plain: torch.Tensor  #: one dequantized layer in the compute dtype; empty where bits are native
+    plain: torch.Tensor  #: one dequantized layer in the compute dtype; empty for native bits
 
 
 class Weights:
-    """All weights of a model in their places: a prefix of each layer on the device, then host memory, then the disk.
+    """All weights of a model. The bytes of each layer are first on the device, then in host memory, then on the disk.
 
-    Engines that differ in their caches only can share one Weights.
+    Engines with the same placement of weights can share one Weights.
     """
 
     def __init__(
@@ -83,16 +82,16 @@ class Weights:
         by_layer = [self.placed_of(layer) for layer in range(shape.num_layers)]
         self.host_memory = HostMemory(pinned=device.type == "cuda")
         on_disk = (placed.disk_bytes + -placed.disk_bytes % PAGE_BYTES for placed in by_layer)
-        self.disk_starts = list(accumulate(on_disk, initial=0))  #: of each layer, in whole pages; and the end of all
+        self.disk_starts = list(accumulate(on_disk, initial=0))  #: start of each layer, on whole pages; the end
         self.disk = disk.space(self.disk_starts[-1])
         self.outer: dict[str, torch.Tensor] = {}
-        self.skewing: list[torch.Tensor | None] = []  #: of each rotary layer: its skewing matrices [G, d, d]
+        self.skewing: list[torch.Tensor | None] = []  #: skewing matrices [G, d, d] of each rotary layer
         allow_expandable_segments(device)
         try:
-            #: the layers themselves, where they are transformers'
+            #: transformers' layers; None for models with own layer functions
             self.modules = ModulePath(shape, self.dtype, device) if shape.modules else None
-            # A source's temporaries on the device are freed before permanent tensors are made, so that these do not
-            # occupy memory requested for larger ones.
+            # First the tensors whose source uses temporary device memory: these memories are freed before the permanent
+            # ones are allocated.
             self._fill_outer(source)
             self.resident = self._on_device_together([placed.streamed_from for placed in by_layer])
             self.on_host = [self.host_memory.bytes(placed.disk_from - placed.streamed_from) for placed in by_layer]
@@ -106,7 +105,7 @@ class Weights:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def _on_device_together(self, sizes: list[int]) -> list[torch.Tensor]:
-        """Return memory of these sizes, in one piece: CUDA's allocator rounds each piece up."""
+        """Return memories of these sizes as views of one. CUDA's allocator would round up each of them."""
         starts = list(accumulate((size + -size % ALIGNED_BYTES for size in sizes), initial=0))
         whole = self._on_device(starts[-1])
         return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
@@ -115,7 +114,7 @@ class Weights:
         for name, tensor in source.outer_tensors():
             release_cached(self.device)
             dtype = torch.float32 if self.modules and self.modules.stays_float32(name) else self.dtype
-            # Always a copy: a view of the source's tensor would keep its file mapped.
+            # Copy always: a view of the source's tensor would keep its file mapped.
             self.outer[name] = tensor.to(device=self.device, dtype=dtype, copy=True)
         if self.modules:
             self.modules.place_outer(self.outer)
@@ -125,7 +124,7 @@ class Weights:
         for layer in range(self.shape.num_layers):
             to_disk = torch.zeros(self.disk_starts[layer + 1] - self.disk_starts[layer], dtype=torch.uint8)
             spots = {spot.name: spot for spot in self.placed_of(layer).layout.spots}
-            ends = {name: spot.start for name, spot in spots.items()}  # of what is in place
+            ends = {name: spot.start for name, spot in spots.items()}  # end of the bytes that are in place
             for name, _, tensor in source.layer_tensors(layer):
                 tensor = tensor.to(self.dtype).contiguous()
                 if isinstance(self.bits, int) and spots[name].cols:
@@ -144,7 +143,7 @@ class Weights:
         return self.placed[self.shape.weights_kind(layer)]
 
     def _place(self, layer: int, start: int, flat: torch.Tensor, to_disk: torch.Tensor) -> None:
-        """Copy the bytes ``flat`` of a layer, which begin at byte ``start`` of it, to their tiers."""
+        """Copy bytes of a layer, from its byte ``start`` on, to their tiers. ``to_disk``: the disk's buffer."""
         layout, streamed_from, disk_from = self.placed_of(layer)
         ends = (streamed_from, disk_from, layout.total_bytes)
         first = 0
@@ -178,9 +177,9 @@ class Weights:
         )
 
     def views(self, layer: int, slot: torch.Tensor | None) -> dict[str, Parts]:
-        """Return {layout name: parts as stored}: views of a layer's resident bytes and of the slot that it streams to.
+        """Return {layout name: parts as stored}: views of a layer's resident bytes and of its slot.
 
-        Packed matrices are uint8 [rows, bytes of a row].
+        Quantized matrices are uint8 [rows, bytes per row].
         """
         spots = self.placed_of(layer).layout.spots
         views = {spot.name: self._parts(spot, spot.rows, layer, slot) for spot in spots}
@@ -190,7 +189,7 @@ class Weights:
         return views | {"kv.weight": self._parts(spot, self.shape.kv_width, layer, slot)}
 
     def _parts(self, spot: TensorSpot, rows: int, layer: int, slot: torch.Tensor | None) -> Parts:
-        """Return the first ``rows`` rows of a tensor."""
+        """Return the first ``rows`` rows of a tensor, in parts."""
         end = spot.start + rows * spot.row_bytes
         streamed_from = self.placed_of(layer).streamed_from
         cut = min(max(streamed_from, spot.start), end)
@@ -216,8 +215,7 @@ class Weights:
         return views | {"kv.weight": (views["kvq.weight"][0][: self.shape.kv_width],)}
 
     def dequantize(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], share: Share = map) -> None:
-        """Write a layer's stored tensors to those in the compute dtype (``plain_pairs``); ``share`` as in
-        ``kernels.quantize``."""
+        """Dequantize or copy each stored tensor of ``plain_pairs``. ``share`` as in ``kernels.quantize``."""
         for part, target in pairs:
             if isinstance(self.bits, int) and target.dim() > 1:
                 dequantize(part, self.bits, self.dtype, out=target, share=share)
@@ -225,7 +223,7 @@ class Weights:
                 target.copy_(part)
 
     def plain_pairs(self, stored: dict[str, Parts], plain: dict[str, Parts]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each stored part with its place in the compute dtype; adjacent vectors as one."""
+        """Return (stored part, its place in the compute dtype) for each part; adjacent vectors are joined."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, (whole, *_) in plain.items():
             row = 0
@@ -239,7 +237,7 @@ class Weights:
 
 
 def _is_neighbour(before: torch.Tensor, vector: torch.Tensor) -> bool:
-    """Return whether a vector begins where another one of the same memory ends."""
+    """Return whether ``vector`` begins where ``before`` ends, in the same memory."""
     alike = before.dim() == vector.dim() == 1 and before.dtype == vector.dtype
     same_memory = alike and before.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
     return same_memory and before.data_ptr() + before.nbytes == vector.data_ptr()

@@ -1,7 +1,7 @@
 """Kernels of decode attention on a CPU. ``kernels.in_place`` calls them.
 
-numba (https://numba.pydata.org) compiles them and stores the results next to this file, or in the user's cache folder.
-numba's cache notices a change in the kernel's own file only. So everything that is compiled together is in this file.
+``compiled.rows`` says how numba compiles and stores kernels. "fastmath" is off: LLVM would drop the rounding in
+``_exp``. Instead, sums use vectors and fused operations explicitly.
 
 The softmax runs over chunks of CHUNK_BLOCKS blocks (Milakov and Gimelshein 2018, "Online normalizer calculation for
 softmax"). For each chunk, the kernels compute the scores, then their weights, then the weighted sum of the values.
@@ -11,19 +11,29 @@ of a key head are processed together (``_pass``), so that each loaded key or val
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 import torch
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
-from numba import extending
 from numba.core import cgutils, types
 from numba.extending import models, register_model
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.runtime.kernels.compiled import converts_float16
+from flexhybrid.runtime.kernels.compiled.rows import (
+    FLOAT,
+    HALF,
+    I16,
+    I32,
+    I64,
+    NUMBA,
+    PART,
+    copy,
+    emit_prefetch,
+    intrinsic,
+    typed,
+)
 
 #: dtype of keys and values -> a value whose type tells numba how to load them
 KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
@@ -42,17 +52,6 @@ LINE_BYTES = 64  #: size of a cache line
 TOKENS_IN_TURN = min(4, LANES // 4)  #: number of tokens whose keys are read in turn, one cache line each
 AHEAD_BYTES = 8192  #: distance of prefetching ahead of reading, within a block's keys or values
 
-#: No "fastmath": LLVM would drop the rounding in ``_exp``. Instead, sums use vectors and fused operations explicitly.
-NUMBA: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": True}
-PART: dict[str, Any] = {
-    **NUMBA,
-    "no_cpython_wrapper": True,
-    "no_cfunc_wrapper": True,
-}  #: for functions that only kernels call
-
-intrinsic: Any = extending.intrinsic  #: kernels call a decorated function without its first parameter
-
-FLOAT, HALF, I16, I32, I64 = ir.FloatType(), ir.HalfType(), *(ir.IntType(bits) for bits in (16, 32, 64))
 FLOATS, HALVES, SHORTS, WORDS = (ir.VectorType(of, LANES) for of in (FLOAT, HALF, I16, I32))
 FUSED = ("contract",)
 
@@ -73,16 +72,6 @@ class LanesModel(models.PrimitiveModel):
 
     def __init__(self, manager, lanes):
         super().__init__(manager, lanes, FLOATS)
-
-
-def _typed(result, arguments, emit):
-    """Return (signature, code generator) as numba's @intrinsic expects; the generator calls emit(builder, *values)."""
-
-    def generate(context, builder, _signature, values):
-        value = emit(builder, *values)
-        return context.get_dummy_value() if result == types.void else value
-
-    return result(*arguments), generate
 
 
 def _words(*values):
@@ -110,27 +99,27 @@ def _to_all(builder, value):
 
 @intrinsic
 def _load(_context, address):
-    return _typed(VECTOR, (address,), lambda builder, address: _read(builder, address, FLOATS))
+    return typed(VECTOR, (address,), lambda builder, address: _read(builder, address, FLOATS))
 
 
 @intrinsic
 def _store(_context, address, lanes):
-    return _typed(types.void, (address, lanes), _write)
+    return typed(types.void, (address, lanes), _write)
 
 
 @intrinsic
 def _fill(_context, value):
-    return _typed(VECTOR, (value,), _to_all)
+    return typed(VECTOR, (value,), _to_all)
 
 
 @intrinsic
 def _add(_context, lanes, others):
-    return _typed(VECTOR, (lanes, others), lambda builder, *values: builder.fadd(*values))
+    return typed(VECTOR, (lanes, others), lambda builder, *values: builder.fadd(*values))
 
 
 @intrinsic
 def _scale(_context, lanes, factors):
-    return _typed(VECTOR, (lanes, factors), lambda builder, *values: builder.fmul(*values))
+    return typed(VECTOR, (lanes, factors), lambda builder, *values: builder.fmul(*values))
 
 
 def _fuse(builder, factor, other, added):
@@ -144,7 +133,7 @@ def _larger(builder, one, other):
 
 @intrinsic
 def _highest(_context, lanes, others):
-    return _typed(VECTOR, (lanes, others), _larger)
+    return typed(VECTOR, (lanes, others), _larger)
 
 
 def _folded(fold):
@@ -159,7 +148,7 @@ def _folded(fold):
 
     @intrinsic
     def of_lanes(_context, lanes):
-        return _typed(types.float32, (lanes,), emit)
+        return typed(types.float32, (lanes,), emit)
 
     return of_lanes
 
@@ -191,16 +180,7 @@ def _exp(_context, lanes):
         exponent = builder.add(builder.bitcast(shifted, WORDS), _words(*[127] * LANES))
         return builder.fmul(series, builder.bitcast(builder.shl(exponent, _words(*[23] * LANES)), FLOATS))
 
-    return _typed(VECTOR, (lanes,), emit)
-
-
-@intrinsic
-def _copy(_context, target, source, num_bytes):
-    def emit(builder, target, source, num_bytes):
-        byte = ir.PointerType(ir.IntType(8))
-        cgutils.raw_memcpy(builder, builder.inttoptr(target, byte), builder.inttoptr(source, byte), num_bytes, 1)
-
-    return _typed(types.void, (target, source, num_bytes), emit)
+    return typed(VECTOR, (lanes,), emit)
 
 
 def _elements(builder, kind, address):
@@ -216,15 +196,12 @@ def _elements(builder, kind, address):
 @intrinsic
 def _convert(_context, kind, address):
     """Load LANES elements of a kind as float32."""
-    return _typed(VECTOR, (kind, address), lambda builder, _, address: _elements(builder, kind, address))
+    return typed(VECTOR, (kind, address), lambda builder, _, address: _elements(builder, kind, address))
 
 
 def _prefetch(builder, address):
     """Prefetch a line into a core's second-level cache, which allows more pending lines than the first level."""
-    byte = ir.PointerType(ir.IntType(8))
-    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(2), I32(1)])  # to read
+    emit_prefetch(builder, address, level=2)
 
 
 def _merges():
@@ -279,7 +256,7 @@ def _pass(queries, emit):
             tile, rows = (cgutils.unpack_tuple(builder, one, 3) for one in (tile, rows))
             emit(builder, kind, queries, tile, rows, count)
 
-        return _typed(types.void, (kind, tile, rows, count), unpacked)
+        return typed(types.void, (kind, tile, rows, count), unpacked)
 
     return of_head
 
@@ -374,13 +351,13 @@ _weigh_four, _weigh_two, _weigh_one = (_pass(queries, _emit_sums) for queries in
 
 @intrinsic
 def _put(_context, address, value):
-    return _typed(types.void, (address, value), _write)
+    return typed(types.void, (address, value), _write)
 
 
 @intrinsic
 def _size_of(_context, kind):
     """Return the bytes of an element of a kind."""
-    return _typed(types.int64, (kind,), lambda builder, _: ir.IntType(64)(kind.bitwidth // 8))
+    return typed(types.int64, (kind,), lambda builder, _: ir.IntType(64)(kind.bitwidth // 8))
 
 
 @numba.njit(**NUMBA)
@@ -482,7 +459,7 @@ def _take(kind, source, tile, count, sizes):
     d, row, factor = sizes
     padded, size = tile[3] + BLOCK_TOKENS * row, _size_of(kind)
     for query in range(count):
-        _copy(padded, source + query * d * size, d * size)
+        copy(padded, source + query * d * size, d * size)
         for at in range(0, row // 4, LANES):
             _store(tile[1] + query * row + at * 4, _scale(_convert(kind, padded + at * size), _fill(factor)))
 
@@ -495,7 +472,7 @@ def _give(target, tile, softmax, count, sizes):
         sums, factor = tile[2] + query * row, _fill(np.float32(1) / softmax[1, query])
         for at in range(0, row, VECTOR_BYTES):
             _store(sums + at, _scale(_load(sums + at), factor))
-        _copy(target + query * d * 4, sums, d * 4)
+        copy(target + query * d * 4, sums, d * 4)
 
 
 @numba.njit(**PART)
@@ -534,7 +511,7 @@ def _rows(rows, count, sizes, padded):
     if head_bytes == unit_bytes:
         return rows
     for token in range(count):
-        _copy(padded + token * unit_bytes, address + token * stride, head_bytes)
+        copy(padded + token * unit_bytes, address + token * stride, head_bytes)
     return padded, unit_bytes
 
 

@@ -10,7 +10,8 @@ of a row into the next, are processed by loops over elements. LLVM can vectorize
 store in them is an offset from a constant pointer.
 
 numba compiles the kernels and stores the results next to this file, or in the user's cache folder. numba's cache
-notices a change in the kernel's own file only. So everything that is compiled together is in this file.
+notices a change in the kernel's own file only. So everything that is compiled together is in one file, apart from the
+helpers that ``compiled.attention`` imports from here.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 
 
-def _typed(result, arguments, emit):
+def typed(result, arguments, emit):
     """Return (signature, code generator) as numba's @intrinsic expects; the generator calls emit(builder, *values)."""
 
     def generate(context, builder, _signature, values):
@@ -59,7 +60,7 @@ def _typed(result, arguments, emit):
 
 @intrinsic
 def _pointer(_context, address):
-    return _typed(types.voidptr, (address,), lambda builder, at: builder.inttoptr(at, ir.PointerType(I8)))
+    return typed(types.voidptr, (address,), lambda builder, at: builder.inttoptr(at, ir.PointerType(I8)))
 
 
 def _at(builder, pointer, index, bits):
@@ -77,7 +78,7 @@ def _get(_context, kind, pointer, index):
         value.align = 1
         return value
 
-    return _typed(kind, (kind, pointer, index), emit)
+    return typed(kind, (kind, pointer, index), emit)
 
 
 @intrinsic
@@ -85,7 +86,7 @@ def _set(_context, pointer, index, bits):
     def emit(builder, pointer, index, value):
         builder.store(value, _at(builder, pointer, index, value.type.width)).align = 1
 
-    return _typed(types.void, (pointer, index, bits), emit)
+    return typed(types.void, (pointer, index, bits), emit)
 
 
 def _keys(builder, value):
@@ -103,7 +104,7 @@ def _key(_context, bits):
     """
     result = types.int32 if bits.bitwidth == 32 else types.int16
 
-    return _typed(result, (bits,), _keys)
+    return typed(result, (bits,), _keys)
 
 
 def _chosen(relation):
@@ -114,7 +115,7 @@ def _chosen(relation):
         def emit(builder, one, other):
             return builder.select(builder.icmp_signed(relation, one, other), one, other)
 
-        return _typed(one, (one, other), emit)
+        return typed(one, (one, other), emit)
 
     return of_two
 
@@ -180,13 +181,13 @@ def _decoded(builder, kind, byte, place, scaling, numbers=False):
 @intrinsic
 def _float(_context, kind, bits):
     """Convert an element's bits to float32."""
-    return _typed(types.float32, (kind, bits), lambda builder, _, value: _wide(builder, kind, value))
+    return typed(types.float32, (kind, bits), lambda builder, _, value: _wide(builder, kind, value))
 
 
 @intrinsic
 def _half(_context, value):
     """Return the bits of the nearest float16."""
-    return _typed(types.int16, (value,), lambda builder, value: _narrow(builder, types.int16, value))
+    return typed(types.int16, (value,), lambda builder, value: _narrow(builder, types.int16, value))
 
 
 @intrinsic
@@ -196,7 +197,7 @@ def _code(_context, kind, bits, minimum, inverse, levels, shift):
     def emit(builder, _, bits, minimum, inverse, levels, shift):
         return _coded(builder, kind, bits, (minimum, inverse, levels, builder.trunc(shift, I32)))
 
-    return _typed(types.uint8, (kind, bits, minimum, inverse, levels, shift), emit)
+    return typed(types.uint8, (kind, bits, minimum, inverse, levels, shift), emit)
 
 
 @intrinsic
@@ -207,7 +208,7 @@ def _value(_context, kind, byte, shift, levels, scale, minimum):
         shift, levels = builder.trunc(shift, I32), builder.trunc(levels, I32)
         return _decoded(builder, kind, byte, (shift, levels), (scale, minimum))
 
-    return _typed(kind, (kind, byte, shift, levels, scale, minimum), emit)
+    return typed(kind, (kind, byte, shift, levels, scale, minimum), emit)
 
 
 def _group_at(builder, place, bits):
@@ -242,7 +243,7 @@ def _folded(name):
             name_of = f"llvm.vector.reduce.{name}.v{GROUP_ELEMENTS}i{kind.bitwidth}"
             return builder.call(cgutils.get_or_insert_function(builder.module, function, name_of), [keys])
 
-        return _typed(types.int32 if kind.bitwidth == 32 else types.int16, (kind, place), emit)
+        return typed(types.int32 if kind.bitwidth == 32 else types.int16, (kind, place), emit)
 
     return of_group
 
@@ -268,7 +269,7 @@ def _pack_group(_context, kind, group, codes, numbers, shift):
         before = builder.select(first, _all(before.type, 0), before)
         builder.store(builder.or_(own, before), place).align = 1
 
-    return _typed(types.void, (kind, group, codes, numbers, shift), emit)
+    return typed(types.void, (kind, group, codes, numbers, shift), emit)
 
 
 @intrinsic
@@ -285,21 +286,21 @@ def _unpack_group(_context, kind, codes, group, place, scaling):
         value = _decoded(builder, kind, _group(builder, codes, 8), place, scaling, numbers=True)
         builder.store(value, to).align = 1
 
-    return _typed(types.void, (kind, codes, group, place, scaling), emit)
+    return typed(types.void, (kind, codes, group, place, scaling), emit)
 
 
 @intrinsic
 def _or(_context, one, other):
-    return _typed(one, (one, other), lambda builder, one, other: builder.or_(one, other))
+    return typed(one, (one, other), lambda builder, one, other: builder.or_(one, other))
 
 
 @intrinsic
-def _copy(_context, target, source, num_bytes):
+def copy(_context, target, source, num_bytes):
     def emit(builder, target, source, num_bytes):
         byte = ir.PointerType(I8)
         cgutils.raw_memcpy(builder, builder.inttoptr(target, byte), builder.inttoptr(source, byte), num_bytes, 1)
 
-    return _typed(types.void, (target, source, num_bytes), emit)
+    return typed(types.void, (target, source, num_bytes), emit)
 
 
 @intrinsic
@@ -316,25 +317,27 @@ def _put_lines(_context, target, source, num_bytes):
             stored.align = 64
             stored.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
 
-    return _typed(types.void, (target, source, num_bytes), emit)
+    return typed(types.void, (target, source, num_bytes), emit)
 
 
 @intrinsic
 def _finish(_context):
     """Make all writes that bypassed the caches visible to other threads."""
-    return _typed(types.void, (), lambda builder: builder.fence("seq_cst"))
+    return typed(types.void, (), lambda builder: builder.fence("seq_cst"))
+
+
+def emit_prefetch(builder, address, level, to_write=0):
+    """Emit a prefetch of a cache line. ``level``: 3 for the first-level cache, 2 for the second."""
+    byte = ir.PointerType(I8)
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    builder.call(function, [builder.inttoptr(address, byte), I32(to_write), I32(level), I32(1)])
 
 
 def _prefetching(to_write):
     @intrinsic
     def prefetch(_context, address):
-        def emit(builder, address):
-            byte = ir.PointerType(I8)
-            kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-            function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-            builder.call(function, [builder.inttoptr(address, byte), I32(to_write), I32(3), I32(1)])
-
-        return _typed(types.void, (address,), emit)
+        return typed(types.void, (address,), lambda builder, at: emit_prefetch(builder, at, 3, to_write))
 
     return prefetch
 
@@ -523,7 +526,7 @@ def _copy_piece(target, source, num_bytes, past):
     if past:
         _put_lines(target, source, num_bytes)
     else:
-        _copy(target, source, num_bytes)
+        copy(target, source, num_bytes)
 
 
 @numba.njit(**PART)
