@@ -31,6 +31,7 @@ from flexhybrid.runtime.kernels.compiled.rows import (
     PART,
     copy,
     emit_prefetch,
+    emitted,
     intrinsic,
     typed,
 )
@@ -97,31 +98,6 @@ def _to_all(builder, value):
     return builder.shuffle_vector(vector, vector, _words(*[0] * LANES))
 
 
-@intrinsic
-def _load(_context, address):
-    return typed(VECTOR, (address,), lambda builder, address: _read(builder, address, FLOATS))
-
-
-@intrinsic
-def _store(_context, address, lanes):
-    return typed(types.void, (address, lanes), _write)
-
-
-@intrinsic
-def _fill(_context, value):
-    return typed(VECTOR, (value,), _to_all)
-
-
-@intrinsic
-def _add(_context, lanes, others):
-    return typed(VECTOR, (lanes, others), lambda builder, *values: builder.fadd(*values))
-
-
-@intrinsic
-def _scale(_context, lanes, factors):
-    return typed(VECTOR, (lanes, factors), lambda builder, *values: builder.fmul(*values))
-
-
 def _fuse(builder, factor, other, added):
     """Return factor · other + added, in one instruction if the processor has it."""
     return builder.fadd(builder.fmul(factor, other, flags=FUSED), added, flags=FUSED)
@@ -131,9 +107,12 @@ def _larger(builder, one, other):
     return builder.select(builder.fcmp_ordered(">", one, other), one, other)
 
 
-@intrinsic
-def _highest(_context, lanes, others):
-    return typed(VECTOR, (lanes, others), _larger)
+_load = emitted(VECTOR, lambda builder, address: _read(builder, address, FLOATS))
+_store = emitted(types.void, _write)  #: writes a vector or a number to an address
+_fill = emitted(VECTOR, _to_all)
+_add = emitted(VECTOR, lambda builder, lanes, others: builder.fadd(lanes, others))
+_scale = emitted(VECTOR, lambda builder, lanes, factors: builder.fmul(lanes, factors))
+_highest = emitted(VECTOR, _larger)
 
 
 def _folded(fold):
@@ -146,11 +125,7 @@ def _folded(fold):
             value, distance = fold(builder, value, moved), distance // 2
         return builder.extract_element(value, I32(0))
 
-    @intrinsic
-    def of_lanes(_context, lanes):
-        return typed(types.float32, (lanes,), emit)
-
-    return of_lanes
+    return emitted(types.float32, emit)
 
 
 _total = _folded(lambda builder, one, other: builder.fadd(one, other))
@@ -163,24 +138,22 @@ LOG_2_PARTS = 0.693359375, -2.12194440e-4  #: two numbers whose sum is log(2); t
 ROUNDING = 1.5 * 2**23  #: adding it to a float32 rounds that to an integer, held in the lowest bits
 
 
-@intrinsic
-def _exp(_context, lanes):
-    """Return e^x for x <= 0; 0 for x < -87.7; NaN for NaN."""
+def _emit_exp(builder, x):
+    """Emit e^x for x <= 0; 0 for x < -87.7; NaN for NaN."""
+    x = builder.select(builder.fcmp_ordered("<", x, _floats(-88)), _floats(-88), x)
+    shifted = _fuse(builder, x, _floats(1 / np.log(2)), _floats(ROUNDING))
+    power = builder.fsub(shifted, _floats(ROUNDING))
+    for part in LOG_2_PARTS:
+        x = _fuse(builder, power, _floats(-part), x)
+    series = _floats(EXP_TERMS[0])
+    for term in EXP_TERMS[1:]:
+        series = _fuse(builder, series, x, _floats(term))
+    series = builder.fadd(_fuse(builder, series, builder.fmul(x, x), x), _floats(1))
+    exponent = builder.add(builder.bitcast(shifted, WORDS), _words(*[127] * LANES))
+    return builder.fmul(series, builder.bitcast(builder.shl(exponent, _words(*[23] * LANES)), FLOATS))
 
-    def emit(builder, x):
-        x = builder.select(builder.fcmp_ordered("<", x, _floats(-88)), _floats(-88), x)
-        shifted = _fuse(builder, x, _floats(1 / np.log(2)), _floats(ROUNDING))
-        power = builder.fsub(shifted, _floats(ROUNDING))
-        for part in LOG_2_PARTS:
-            x = _fuse(builder, power, _floats(-part), x)
-        series = _floats(EXP_TERMS[0])
-        for term in EXP_TERMS[1:]:
-            series = _fuse(builder, series, x, _floats(term))
-        series = builder.fadd(_fuse(builder, series, builder.fmul(x, x), x), _floats(1))
-        exponent = builder.add(builder.bitcast(shifted, WORDS), _words(*[127] * LANES))
-        return builder.fmul(series, builder.bitcast(builder.shl(exponent, _words(*[23] * LANES)), FLOATS))
 
-    return typed(VECTOR, (lanes,), emit)
+_exp = emitted(VECTOR, _emit_exp)
 
 
 def _elements(builder, kind, address):
@@ -350,11 +323,6 @@ _weigh_four, _weigh_two, _weigh_one = (_pass(queries, _emit_sums) for queries in
 
 
 @intrinsic
-def _put(_context, address, value):
-    return typed(types.void, (address, value), _write)
-
-
-@intrinsic
 def _size_of(_context, kind):
     """Return the bytes of an element of a kind."""
     return typed(types.int64, (kind,), lambda builder, _: ir.IntType(64)(kind.bitwidth // 8))
@@ -398,10 +366,8 @@ def attend_items(kind, of_query, source, memories, layout, target, first, end):
                 _go_over(kind, found, tile, sizes, chunk, (head, head + count), True)
             _give(target[0] + at * d * 4, tile, softmax, count * queries, (d, row))
             for query in range(count * queries):
-                _put(target[1] + 4 * (at + query), softmax[0, query] + np.log(softmax[1, query]))
-    scores[0] = taken[0] = sums[0] = padded[0] = (
-        0  # keeps the arrays alive up to here: the code above only uses their addresses
-    )
+                _store(target[1] + 4 * (at + query), softmax[0, query] + np.log(softmax[1, query]))
+    scores[0] = taken[0] = sums[0] = padded[0] = 0  # a use at the end keeps the arrays, whose addresses are used above
 
 
 @numba.njit(**PART)
@@ -547,9 +513,9 @@ def _go_over(kind, found, tile, sizes, chunk, heads, of_values):
 def _hide(scores, first, count):
     """Mask the scores of a block's first ``first`` tokens, and of those from ``count`` on."""
     for token in range(first):
-        _put(scores + 4 * token, LOWEST)
+        _store(scores + 4 * token, LOWEST)
     for token in range(count, BLOCK_TOKENS):
-        _put(scores + 4 * token, LOWEST)
+        _store(scores + 4 * token, LOWEST)
 
 
 @numba.njit(**PART)

@@ -16,7 +16,8 @@ helpers that ``compiled.attention`` imports from here.
 
 from __future__ import annotations
 
-from typing import Any
+from inspect import signature
+from typing import Any, cast
 
 import numba
 import numpy as np
@@ -58,9 +59,17 @@ def typed(result, arguments, emit):
     return result(*arguments), generate
 
 
-@intrinsic
-def _pointer(_context, address):
-    return typed(types.voidptr, (address,), lambda builder, at: builder.inttoptr(at, ir.PointerType(I8)))
+def emitted(result, emit):
+    """Return an intrinsic with this result type, for which ``emit(builder, *values)`` writes the code."""
+
+    def operation(_context, *arguments):
+        return typed(result, arguments, emit)
+
+    cast("Any", operation).__signature__ = signature(emit)  # numba needs the number of arguments
+    return intrinsic(operation)
+
+
+_pointer = emitted(types.voidptr, lambda builder, address: builder.inttoptr(address, ir.PointerType(I8)))
 
 
 def _at(builder, pointer, index, bits):
@@ -81,12 +90,11 @@ def _get(_context, kind, pointer, index):
     return typed(kind, (kind, pointer, index), emit)
 
 
-@intrinsic
-def _set(_context, pointer, index, bits):
-    def emit(builder, pointer, index, value):
-        builder.store(value, _at(builder, pointer, index, value.type.width)).align = 1
+def _emit_set(builder, pointer, index, bits):
+    builder.store(bits, _at(builder, pointer, index, bits.type.width)).align = 1
 
-    return typed(types.void, (pointer, index, bits), emit)
+
+_set = emitted(types.void, _emit_set)
 
 
 def _keys(builder, value):
@@ -184,10 +192,8 @@ def _float(_context, kind, bits):
     return typed(types.float32, (kind, bits), lambda builder, _, value: _wide(builder, kind, value))
 
 
-@intrinsic
-def _half(_context, value):
-    """Return the bits of the nearest float16."""
-    return typed(types.int16, (value,), lambda builder, value: _narrow(builder, types.int16, value))
+#: Converts float32 to the bits of the nearest float16.
+_half = emitted(types.int16, lambda builder, value: _narrow(builder, types.int16, value))
 
 
 @intrinsic
@@ -289,41 +295,21 @@ def _unpack_group(_context, kind, codes, group, place, scaling):
     return typed(types.void, (kind, codes, group, place, scaling), emit)
 
 
-@intrinsic
-def _or(_context, one, other):
-    return typed(one, (one, other), lambda builder, one, other: builder.or_(one, other))
+def _emit_copy(builder, target, source, num_bytes):
+    byte = ir.PointerType(I8)
+    cgutils.raw_memcpy(builder, builder.inttoptr(target, byte), builder.inttoptr(source, byte), num_bytes, 1)
 
 
-@intrinsic
-def copy(_context, target, source, num_bytes):
-    def emit(builder, target, source, num_bytes):
-        byte = ir.PointerType(I8)
-        cgutils.raw_memcpy(builder, builder.inttoptr(target, byte), builder.inttoptr(source, byte), num_bytes, 1)
-
-    return typed(types.void, (target, source, num_bytes), emit)
-
-
-@intrinsic
-def _put_lines(_context, target, source, num_bytes):
+def _emit_lines(builder, target, source, num_bytes):
     """Copy whole cache lines, bypassing the caches. Through them, a processor would read each line before writing."""
-
-    def emit(builder, target, source, num_bytes):
-        line = ir.VectorType(I64, 8)
-        with cgutils.for_range_slice(builder, I64(0), num_bytes, I64(64)) as (at, _):
-            to, from_ = (builder.inttoptr(builder.add(one, at), ir.PointerType(line)) for one in (target, source))
-            value = builder.load(from_, typ=line)
-            value.align = 1
-            stored = builder.store(value, to)
-            stored.align = 64
-            stored.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
-
-    return typed(types.void, (target, source, num_bytes), emit)
-
-
-@intrinsic
-def _finish(_context):
-    """Make all writes that bypassed the caches visible to other threads."""
-    return typed(types.void, (), lambda builder: builder.fence("seq_cst"))
+    line = ir.VectorType(I64, 8)
+    with cgutils.for_range_slice(builder, I64(0), num_bytes, I64(64)) as (at, _):
+        to, from_ = (builder.inttoptr(builder.add(one, at), ir.PointerType(line)) for one in (target, source))
+        value = builder.load(from_, typ=line)
+        value.align = 1
+        stored = builder.store(value, to)
+        stored.align = 64
+        stored.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
 
 
 def emit_prefetch(builder, address, level, to_write=0):
@@ -334,15 +320,12 @@ def emit_prefetch(builder, address, level, to_write=0):
     builder.call(function, [builder.inttoptr(address, byte), I32(to_write), I32(level), I32(1)])
 
 
-def _prefetching(to_write):
-    @intrinsic
-    def prefetch(_context, address):
-        return typed(types.void, (address,), lambda builder, at: emit_prefetch(builder, at, 3, to_write))
-
-    return prefetch
-
-
-_prefetch, _prefetch_to_write = _prefetching(0), _prefetching(1)
+_or = emitted(types.uint8, lambda builder, one, other: builder.or_(one, other))
+copy, _put_lines = emitted(types.void, _emit_copy), emitted(types.void, _emit_lines)
+_prefetch = emitted(types.void, lambda builder, address: emit_prefetch(builder, address, 3))
+_prefetch_to_write = emitted(types.void, lambda builder, address: emit_prefetch(builder, address, 3, to_write=1))
+#: Makes all writes that bypassed the caches visible to other threads.
+_finish = emitted(types.void, lambda builder: builder.fence("seq_cst"))
 
 
 # ---- kernels
