@@ -32,7 +32,7 @@ from flexhybrid.requests import CompletionOutput, Generated, RequestCodec, Reque
 from flexhybrid.resolve import PacedDevice, named_hardware, pick_device, resolve_policy, resolve_problem, settle_policy
 from flexhybrid.runtime.clock import LaneThreads
 from flexhybrid.runtime.engine import LAG, Engine, RunControl, WaveResult
-from flexhybrid.runtime.forcing import force_tokens
+from flexhybrid.runtime.executor import force_tokens
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, joined_plans
 from flexhybrid.runtime.process_settings import on_cpu
 from flexhybrid.runtime.runnable import check_runnable

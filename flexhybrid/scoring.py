@@ -16,8 +16,7 @@ from flexhybrid.core.wave import Wave
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.engine import RunControl
-from flexhybrid.runtime.executor import Executor
-from flexhybrid.runtime.forcing import force_tokens
+from flexhybrid.runtime.executor import Executor, force_tokens
 from flexhybrid.runtime.session import Session
 from flexhybrid.sampling_params import SamplingParams
 

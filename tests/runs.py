@@ -18,7 +18,7 @@ from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine, WaveResult
-from flexhybrid.runtime.forcing import force_tokens
+from flexhybrid.runtime.executor import force_tokens
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 

@@ -25,7 +25,7 @@ from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.kernels.in_place import Parts, layout_of
 from flexhybrid.runtime.kernels.quantize import dequantize, quantize
 from flexhybrid.runtime.kernels.shared_attention import add_part
-from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.runtime.verbs.moving import put_tokens, take_rows
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16

@@ -41,12 +41,12 @@ from flexhybrid.runtime.clock import Clock, HostLane, Lane
 from flexhybrid.runtime.engine import Engine, infer
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.issuing import Issuer, StreamLane
+from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
-from flexhybrid.runtime.threads import torch_threads
 from flexhybrid.runtime.verbs import attending_in_place, graphed
 from sim.presets import hybrid, kv_only, kvpr_column, token_recompute
 

@@ -30,10 +30,10 @@ from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.models.coroutines import hosted
 from flexhybrid.runtime.models.empty_model import empty_model
+from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
-from flexhybrid.runtime.threads import torch_threads
 from sim.presets import hybrid, kv_only
 
 #: Sizes whose products take no time, and sizes of all models on the link: no text outgrows the window, so all load the

@@ -39,11 +39,11 @@ from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, measure_har
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.runtime.profiling.profile import MIXES, OTHERS, profile
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
-from flexhybrid.runtime.threads import torch_threads
 from policy_search.fit import fit_hardware
 from sim import virtual_clock
 from sim.correction import corrected, times_of, with_waiting

@@ -11,7 +11,7 @@ import numpy as np
 from experiments.bench.harness import Table, bench, seconds_of
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.problem import Problem
-from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.runtime.process_settings import torch_threads
 from sim.array_clock import predict
 from sim.candidates import Candidates
 from sim.catalogue import load

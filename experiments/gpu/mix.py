@@ -34,9 +34,8 @@ from flexhybrid.resolve import PacedDevice, named_hardware
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.session import Session
-from flexhybrid.runtime.storage.device_memory import release_cached
 from flexhybrid.runtime.storage.loader import RandomWeights
-from flexhybrid.runtime.storage.weights import Weights
+from flexhybrid.runtime.storage.weights import Weights, release_cached
 from policy_search.search import LOSSLESS, SearchSettings, search
 
 KV, ACT = ("kv@device", "kv@host"), ("act@device", "act@host")

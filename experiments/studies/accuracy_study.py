@@ -24,8 +24,8 @@ from flexhybrid import shipped
 from flexhybrid.core.files import write_by_rename
 from flexhybrid.jobs.accuracy.job import AccuracyOptions, accuracy
 from flexhybrid.jobs.skew import skew
+from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.runtime.storage.loader import Checkpoint
-from flexhybrid.runtime.threads import torch_threads
 
 MODELS = (shipped.CHECKPOINT, CHECKPOINTS / "opt-stdlib-deep")
 TEXTS = Path(__file__).with_name(

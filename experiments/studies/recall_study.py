@@ -35,7 +35,7 @@ from flexhybrid.jobs.accuracy.attention_watch import watch_loads, watch_position
 from flexhybrid.jobs.skew import skew
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.executor import Executor
-from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.scoring import score
 
 MODEL = CHECKPOINTS / "opt-recall"

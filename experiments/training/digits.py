@@ -24,7 +24,7 @@ from flexhybrid.cascade.models import ModelOutputs
 from flexhybrid.cascade.routes import CascadeModel
 from flexhybrid.cascade.thresholds.confidence import Scored
 from flexhybrid.cascade.thresholds.fit import Fitted, fit
-from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.runtime.process_settings import torch_threads
 
 #: Channels of the two convolutions of each model.
 SIZES = {"cnn-xs": (2, 4), "cnn-s": (6, 12), "cnn-m": (16, 32), "cnn-l": (32, 64)}

@@ -1,4 +1,4 @@
-"""Pools, buffers and landing strips of an engine, allocated once from the sizes that the budget check added up."""
+"""Pools and buffers of an engine, allocated once, with the sizes that the memory plan counted."""
 
 from __future__ import annotations
 
@@ -25,36 +25,35 @@ from flexhybrid.runtime.storage.host_memory import HostMemory
 
 
 class RowFormat(NamedTuple):
-    """How a token's keys and values, or its layer input, are stored: elements of ``dtype``, or packed bytes of
-    ``bits`` in groups of ``group`` elements."""
+    """How a row (a token's keys and values, or its ACT) is stored: as ``dtype``, or quantized to ``bits``."""
 
-    width: int
+    width: int  #: number of elements; of bytes, if quantized
     dtype: torch.dtype
-    bits: int  #: 0: not packed
-    group: int
+    bits: int  #: 0: not quantized
+    group: int  #: number of elements that share a scale
 
     @property
     def num_bytes(self) -> int:
         return self.width * self.dtype.itemsize
 
     def pack(self, rows: torch.Tensor, out: torch.Tensor, share: Share = map) -> None:
-        """Pack rows of the compute dtype; ``share`` as in ``kernels.quantize``."""
+        """Quantize rows of the compute dtype. ``share`` as in ``kernels.quantize``."""
         quantize(rows, self.bits, out, self.group, share)
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor, share: Share = map) -> None:
-        """Unpack rows to the compute dtype."""
+        """Dequantize rows to the compute dtype."""
         dequantize(packed, self.bits, out.dtype, out, self.group, share)
 
 
 def row_format(width: int, bits: int | str, group: int, dtype: torch.dtype) -> RowFormat:
-    """Return the format of rows of ``width`` elements of the compute dtype in these bits."""
+    """Return the format of rows of ``width`` elements, stored with ``bits``. ``dtype``: the compute dtype."""
     if isinstance(bits, str):
         return RowFormat(width, dtype, 0, group)
     return RowFormat(packed_bytes(width, bits, group), torch.uint8, bits, group)
 
 
 class DiskPool(NamedTuple):
-    """A pool on the disk: block b of layer l begins at ``starts[l] + b * block_bytes``."""
+    """A pool on the disk. Block b of layer l begins at byte ``starts[l] + b * block_bytes``."""
 
     starts: tuple[int, ...]
     row_bytes: int
@@ -68,34 +67,34 @@ class DiskPool(NamedTuple):
 
 
 class SharedPart(NamedTuple):
-    """Blocks of g equal prompt beginnings, each shared by m requests."""
+    """The blocks of g shared prefixes, each shared by m requests."""
 
-    rows: torch.Tensor  #: [g, m] the rows of the step that have it
+    rows: torch.Tensor  #: [g, m] rows of the step that share each prefix
     keys: torch.Tensor  #: [g, G, T, d]
     values: torch.Tensor
-    columns: torch.Tensor | None = None  #: [g, T] positions, where layers have windows
+    columns: torch.Tensor | None = None  #: [g, T] positions; None if no layer has a window
 
 
 class Context(NamedTuple):
-    """What attention reads: keys and values [B, G, T, d] in their buffer, and a mask added to the scores."""
+    """The input of attention: keys and values [B, G, T, d] in their buffer, and a mask to add to scores."""
 
     keys: torch.Tensor
     values: torch.Tensor
     mask_B11T: torch.Tensor | None
-    commons: tuple[SharedPart, ...] = ()  #: what requests attend to together
+    commons: tuple[SharedPart, ...] = ()  #: shared prefixes
 
 
 class StatePools:
-    """Recurrent states of each request of a wave, on the device or the host.
+    """Recurrent states of a wave's requests, on the device or the host.
 
-    ``pools[layer]``: a tensor [places, …] for each tensor of a layer's state. Places are numbered as the mini-batches
-    are packed, so that those of a mini-batch are contiguous. States on the host pass through a device slot.
+    ``pools[layer]`` has a tensor [places, …] for each tensor of the layer's state. Places are numbered by mini-batch,
+    so that those of a mini-batch are contiguous. States on the host are loaded to a slot of the device.
     """
 
     def __init__(
         self, shape: ModelShape, tier: str, places: int, batch: int, dtype: torch.dtype, make: dict[str, Callable]
     ):
-        """``make``: by tier, what makes a tensor of zeros of a size and a dtype."""
+        """``make``: tier -> function that makes a tensor of zeros, given size and dtype."""
         self.shape, self.dtype, self.on_host = shape, dtype, tier == "host"
         self.pools: dict[int, list[torch.Tensor]] = {}
         most = 0
@@ -107,7 +106,7 @@ class StatePools:
         self._slots = make["device"](NUM_SLOTS, batch * most if self.on_host else 0, dtype=torch.uint8)
 
     def slot(self, layer: int, slot: int, batch: int) -> list[torch.Tensor]:
-        """Return a slot's room [batch, …] for each tensor of a layer's state."""
+        """Return a slot's memory [batch, …] for each tensor of a layer's state."""
         state, start, rooms = self.shape.state_of(layer), 0, []
         for tensor in state.tensors if state else ():
             end = start + batch * tensor.num_bytes(self.dtype.itemsize)
@@ -117,23 +116,23 @@ class StatePools:
         return rooms
 
 
-#: Limit of kept views: contexts grow, and loads move every few steps.
+#: Limit of stored views. Contexts grow and regions change, so old views are not needed again.
 MOST_VIEWS = 4096
 
 
 class Buffers:
-    """Every tensor that outlives a task. All start at zero, because masked padding must not be NaN.
+    """All tensors that live longer than a task. All start as zeros, because masked padding must not be NaN.
 
-    ``pools[space]`` is [layer][block, …]; one block id serves all layers of a kind. A block is [16, row], token by
-    token. A native KV block in memory is head-major instead, [2, G, 16, d], so that the keys of a head are contiguous.
+    ``pools[space]`` is [layer][block, …]. A block has the same number in all layers of a kind. A block is [16, row]; a
+    native KV block in memory is head-major instead, [2, G, 16, d], so that the keys of a head are contiguous.
     """
 
     def __init__(self, shape: ModelShape, policy: Policy, sizes: BufferSizes, dtype: torch.dtype, device: torch.device):
         self.shape, self.policy, self.sizes = shape, policy, sizes
-        #: what ``_view`` has made: making a view takes as long as a small kernel, and each layer wants the same ones
+        #: views made by ``_view``: making one takes as long as a small kernel, and every layer needs the same ones
         self._views: dict[tuple, torch.Tensor] = {}
-        self.disk: DiskSpace | None = None  #: space of ``disk_bytes``, for the owner to make
-        self.disk_bytes = 0  #: of all pools on the disk
+        self.disk: DiskSpace | None = None  #: space of ``disk_bytes``; the owner sets it
+        self.disk_bytes = 0  #: size of all pools on the disk
         self.host_memory = HostMemory(pinned=device.type == "cuda")
         groups, d, kv, hidden = shape.num_kv_heads, shape.head_dim, shape.kv_width, shape.passed_width
         act = shape.act_width
@@ -216,18 +215,18 @@ class Buffers:
         return part.representation == "kv" and part.tier != "disk" and self.formats["kv"].dtype != torch.uint8
 
     def packed(self, representation: str) -> bool:
-        """Return whether rows are stored with fewer bits than they are computed with."""
+        """Return whether rows are stored quantized."""
         return self.formats[representation].dtype == torch.uint8
 
     def attention_views(self, batch: int, tokens: int, before: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the attention buffer for keys and values: [B, G, T, d] each, behind ``before`` tokens."""
+        """Return views of the attention buffer for keys and values, [B, G, T, d] each, after ``before`` tokens."""
         groups, d = self.shape.num_kv_heads, self.shape.head_dim
         used = slice(before * groups * d, (before + batch * tokens) * groups * d)
         keys, values = self.attention[0, used], self.attention[1, used]
         return keys.view(batch, groups, tokens, d), values.view(batch, groups, tokens, d)
 
     def _view(self, key: tuple, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the view of buffers that a key names, made at its first use."""
+        """Return the stored view with this key; make it at its first use."""
         view = self._views.get(key)
         if view is None:
             if len(self._views) >= MOST_VIEWS:
@@ -236,36 +235,36 @@ class Buffers:
         return view
 
     def staged(self, space: str, slot: int, count: int) -> torch.Tensor:
-        """Return the first ``count`` rows of a slot of the device's staging for a pool."""
+        """Return the first ``count`` rows of a slot of the device's staging buffer for a pool."""
         return self._view(("staged", space, slot, count), lambda: self.staging[space][slot, :count])
 
     def landed(self, space: str, slot: int, count: int) -> torch.Tensor:
-        """Return the first ``count`` rows of a slot of the landing strip for a pool."""
+        """Return the first ``count`` rows of a slot of the host's staging buffer (``strips``) for a pool."""
         return self._view(("landed", space, slot, count), lambda: self.strips[space][slot, :count])
 
     def act_rows(self, slot: int, count: int) -> torch.Tensor:
-        """Return ACT rows [count, width] in the compute dtype: as they were loaded, or unpacked."""
+        """Return ACT rows [count, width] in the compute dtype: as loaded, or dequantized."""
         if self.packed("act"):
             return self.plain["act"][:count]
         return self._view(("act", slot, count), lambda: self.chosen_rows(self.loaded, "act", slot, count))
 
     def each_head(self, representation: str) -> bool:
-        """Return whether each head may choose tokens of its own: where blocks are head-major. Elsewhere one row serves
-        all heads."""
+        """Return whether each head may choose its own tokens: only if blocks are head-major, not one row for all."""
         return representation == "kv" and not self.packed("kv")
 
     def chosen_rows(self, memory: dict[str, torch.Tensor], representation: str, slot: int, tokens: int) -> torch.Tensor:
-        """Return the rows of chosen tokens, side by side in ``gathered`` (host memory) or ``loaded`` (the device):
-        [tokens, row]; where each head chooses, keys and then values: [2, G · tokens, d]."""
+        """Return the rows of chosen tokens in ``memory`` (``gathered`` on the host, or ``loaded`` on the device).
+
+        They are [tokens, row]; if each head chooses, keys and then values [2, G · tokens, d].
+        """
         width = self.formats[representation].width
         rows = memory[representation][slot].view(-1)[: tokens * width]
         return rows.view(2, -1, self.shape.head_dim) if self.each_head(representation) else rows.view(tokens, width)
 
     def loaded_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
-        """Return the region of a slot where a segment's blocks arrive on the device: as its ``block_table``, [·, ·, 16
-        · row].
+        """Return a slot's region for a segment's blocks on the device: [*block_table.shape, 16 · row].
 
-        The regions of a slot are adjacent. Native device ACT has one too: it is copied next to what the link brings.
+        The regions of a slot are adjacent. Native ACT of the device has a region too: it is copied next to loaded ACT.
         """
         name = segment.representation
         copies_all = name == "act" and not self.packed("act")
@@ -276,14 +275,13 @@ class Buffers:
         )
 
     def loaded_rows(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
-        """Return the region that ``loaded_region`` returns, row by row: [·, ·, 16, row]."""
+        """Return ``loaded_region`` as rows: [*block_table.shape, 16, row]."""
         region = self.loaded_region(step, segment, slot)
         key = ("loaded rows", region.data_ptr(), region.shape)
         return self._view(key, lambda: region.unflatten(-1, (BLOCK_TOKENS, -1)))
 
     def plain_region(self, segment: Segment, first: int) -> torch.Tensor:
-        """Return where a segment's rows are unpacked, from its ``first`` block on: as its ``block_table``, [·, ·, 16,
-        width]."""
+        """Return a segment's memory for dequantized rows, after ``first`` blocks: [*block_table.shape, 16, width]."""
         name, shape = segment.representation, segment.block_table.shape
         rows = slice(first * BLOCK_TOKENS, (first + math.prod(shape)) * BLOCK_TOKENS)
         return self._view(
@@ -291,21 +289,20 @@ class Buffers:
         )
 
     def read_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
-        """Return the region of a slot in host memory for a segment's blocks from the disk: as its
-        ``block_table``, [·, ·, 16 · row]."""
+        """Return a slot's region in host memory for a segment's disk blocks: [*block_table.shape, 16 · row]."""
         before = _blocks_before(step, segment, lambda other: other.tier == "disk")
         name, shape = segment.representation, segment.block_table.shape
         return self._view(("read", name, slot, before, shape), lambda: _region(self.read[name][slot], before, shape))
 
     def staged_blocks(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
-        """Return the region that ``read_region`` returns as a list of blocks, [·, 16 · row]."""
+        """Return ``read_region`` as one list of blocks: [·, 16 · row]."""
         region = self.read_region(step, segment, slot)
         key = ("staged blocks", region.data_ptr(), region.dtype, region.shape)
         return self._view(key, lambda: region.flatten(0, 1))
 
 
 def layer_blocks(shape: ModelShape, policy: Policy, sizes: BufferSizes, entry: str) -> list[int]:
-    """Return the blocks of an entry's pool in each layer; 0 for layers that borrow keys and values."""
+    """Return the number of blocks of an entry's pool in each layer; 0 for layers that borrow keys and values."""
     whole = num_keeping(policy.selection, shape.num_layers)
     of_windows = {window: Pool(entry, window).name for window in layers_by_window(shape, policy.selection)}
     blocks = [sizes.whole_blocks.get(entry, 0)] * whole
@@ -316,7 +313,7 @@ def layer_blocks(shape: ModelShape, policy: Policy, sizes: BufferSizes, entry: s
 
 
 def _blocks_before(step: MiniBatchStep, segment: Segment, has_region: Callable[[Segment], bool]) -> int:
-    """Return the blocks of a slot before a segment's: those of the step's earlier segments with a region."""
+    """Return the number of a slot's blocks before a segment's region: those of earlier segments with a region."""
     before = 0
     for other in step.of(segment.representation):
         if other is segment:
@@ -327,5 +324,5 @@ def _blocks_before(step: MiniBatchStep, segment: Segment, has_region: Callable[[
 
 
 def _region(buffer: torch.Tensor, before: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the blocks of a slot behind ``before`` others, laid out as a table of this shape."""
+    """Return the blocks of a slot after the first ``before``, in a table of this shape."""
     return buffer[before : before + math.prod(shape)].view(*shape, -1)

@@ -1,4 +1,4 @@
-"""CUDA streams, events and copies, as lanes and verbs use them (``issuing.StreamLane``, ``links.CpuCopies``)."""
+"""CUDA streams and events for stream lanes (``issuing.StreamLane``), and copies with the interface of ``CpuCopies``."""
 
 import bisect
 import ctypes
@@ -17,19 +17,18 @@ from flexhybrid.runtime.storage.host_memory import HostMemory
 
 @lru_cache
 def lane_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
-    """Return one stream for each device lane. All runs share them: freed memory and cuBLAS workspaces are kept per
-    stream."""
+    """Return one stream per device lane. All runs share them, because torch keeps freed memory for each stream."""
     return {name: torch.cuda.Stream(device) for name in ("compute", "h2d", "d2h")}
 
 
 class Events:
-    """A device's events, with timing and without, that are recorded again and again.
+    """A device's events, with and without timing, which are reused.
 
-    Making an event while other threads make some takes a lock of the driver for up to milliseconds, which is why torch
-    keeps events for its own use as well.
+    If several threads create events, a lock of the driver may take milliseconds. torch reuses events for the same
+    reason.
     """
 
-    MOST = 4096  #: of each kind that are kept; those of a long trace are freed
+    MOST = 4096  #: limit of stored events of each kind; others, after a long trace, are freed
 
     def __init__(self):
         self.free: dict[bool, list[torch.cuda.Event]] = {False: [], True: []}
@@ -38,13 +37,12 @@ class Events:
         try:
             return self.free[timed].pop()
         except IndexError:
-            # blocking: a host lane that waits for it sleeps, instead of spinning on a core that the planner needs
+            # blocking: a waiting host lane sleeps, instead of using a core that the planning thread needs
             return torch.cuda.Event(enable_timing=timed, blocking=True)
 
 
 class Recorded:
-    """A recorded event of a stream. It may be recorded again only when this object is gone, or a waiting thread would
-    wait for later work."""
+    """A recorded event, reused only after this object is deleted, so that no thread waits for later work."""
 
     __slots__ = ("_events", "event", "timed")
 
@@ -53,11 +51,11 @@ class Recorded:
         self.event.record(stream)
 
     def is_complete(self) -> bool:
-        """Return whether the stream has come to it."""
+        """Return whether the stream has reached the event."""
         return self.event.query()
 
     def synchronize(self) -> None:
-        """Wait on the calling thread until the stream has come to it."""
+        """Block the calling thread until the stream has reached the event."""
         self.event.synchronize()
 
     def __del__(self):
@@ -67,36 +65,37 @@ class Recorded:
 
 @lru_cache
 def lane_events(_device: torch.device) -> Events:
-    """Return the events of a device that all runs share."""
+    """Return the events of a device, which all runs share."""
     return Events()
 
 
 class Mark(NamedTuple):
-    """An event with a known time on the host, in seconds on the clock of ``time.perf_counter``."""
+    """An event with a known time on the host (``time.perf_counter``)."""
 
     event: torch.cuda.Event
     host_s: float
 
 
 class CudaClock:
-    """Maps device events to the clock of ``time.perf_counter``.
+    """Converts times of device events to ``time.perf_counter``.
 
-    Of many recorded and awaited events, the one with the shortest wait becomes a ``Mark``. Marks are taken before, in
-    and after a run, and times between two are mapped linearly, because the clocks drift. Marks must be near each other:
-    CUDA gives the time between events as a float32 in milliseconds, to 4 us at a minute and 250 us at an hour.
+    To make a ``Mark``, several events are recorded and awaited; the one with the shortest wait is taken. There are
+    marks before, during and after a run. Times between two marks are interpolated, because the clocks drift. Marks must
+    be close together: CUDA returns the time between events as a float32 in milliseconds, which is exact to 4 µs after a
+    minute and to 250 µs after an hour.
     """
 
-    TRIES = 20
-    BETWEEN_S = 30.0  #: from one mark to the next
+    TRIES = 20  #: number of events recorded for a mark
+    BETWEEN_S = 30.0  #: time between marks
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
         self._marks = [self._mark()]
-        self._device_s: list[float] | None = None  #: from the first mark to each of them
+        self._device_s: list[float] | None = None  #: seconds from the first mark to each mark
         self._marking = threading.Lock()
 
     def keep_up(self) -> None:
-        """Take a mark if the last one is long ago; any thread of a run may call this."""
+        """Make a mark if the latest is older than BETWEEN_S. Any thread of a run may call this."""
         if time.perf_counter() - self._marks[-1].host_s > self.BETWEEN_S and self._marking.acquire(blocking=False):
             try:
                 self._marks.append(self._mark())
@@ -104,7 +103,7 @@ class CudaClock:
                 self._marking.release()
 
     def _mark(self) -> Mark:
-        """Record events and wait for each; return the one with the shortest wait, and the middle of that wait."""
+        """Record events and wait for each; return the one with the shortest wait, at the middle of its wait."""
         marks = []
         for _ in range(self.TRIES):
             event = torch.cuda.Event(enable_timing=True)
@@ -117,7 +116,7 @@ class CudaClock:
         return Mark(event, middle_s)
 
     def seconds(self, event: torch.cuda.Event) -> float:
-        """Return when an event happened that was recorded in the run, which has ended."""
+        """Return the time of an event of the run. The run must have ended."""
         marks = self._marks
         if self._device_s is None:
             marks.append(self._mark())
@@ -132,7 +131,7 @@ class CudaClock:
 
 
 class CudaStream:
-    """A CUDA stream as a lane uses it. Waiting on an event that was never recorded does nothing."""
+    """A CUDA stream with the methods that a lane needs. Waiting for an event that was not recorded does nothing."""
 
     def __init__(self, stream: torch.cuda.Stream, clock: CudaClock, events: Events):
         self._stream = stream
@@ -148,11 +147,11 @@ class CudaStream:
         return Recorded(self._events, self._stream, timed)
 
     def enter(self) -> None:
-        """Make the calling thread issue to this stream from now on."""
-        torch.cuda.set_stream(self._stream)  # the current stream is a thread's own
+        """Make this the calling thread's current stream."""
+        torch.cuda.set_stream(self._stream)
 
     def synchronize(self) -> None:
-        """Wait for all that was enqueued: at the end of a failed run, before its memory is freed."""
+        """Wait for all enqueued work: after a failed run, before its memory is freed."""
         self._stream.synchronize()
 
     @staticmethod
@@ -161,18 +160,18 @@ class CudaStream:
         return begin.event.elapsed_time(end.event) / 1e3
 
     def seconds(self, recorded: Recorded) -> float:
-        """Return when a recorded, finished event happened, on the clock of ``time.perf_counter``."""
+        """Return the time (``time.perf_counter``) of a complete event. The run must have ended."""
         return self._clock.seconds(recorded.event)
 
 
-#: Larger copies to the device are cut: the small ones of other streams, which compute waits for, come between.
+#: Larger copies to the device are split, so that small copies of other streams, which compute waits for, run between.
 PIECE_BYTES = 16 << 20
 
 
 class CudaCopies:
-    """Copies enqueued on the calling lane's stream, between page-locked host memory and the device.
+    """Enqueues copies between page-locked host memory and the device on the thread's current stream.
 
-    Every copy is contiguous on both sides: torch copies a strided host tensor to a temporary first, and waits for it.
+    Tensors must be contiguous on both sides: torch would first copy a strided host tensor to a temporary one, and wait.
     """
 
     def __init__(self):
@@ -180,7 +179,7 @@ class CudaCopies:
         self.enabled = True
 
     def abort(self) -> None:
-        """Copies that are enqueued end soon without help."""
+        """Do nothing: enqueued copies end by themselves."""
 
     def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self.enabled and source.nbytes <= PIECE_BYTES:
@@ -194,8 +193,10 @@ class CudaCopies:
         target.copy_(source, non_blocking=True)
 
     def copy_blocks_h2d(self, target: torch.Tensor, pool: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
-        """target [B, columns, block], pool [blocks, …], both contiguous: copy the blocks of all runs, each run in one
-        call. Raises RuntimeError where CUDA refuses one."""
+        """Copy the blocks of all runs from pool [blocks, …] to target [B, columns, block], one call per run.
+
+        Both must be contiguous. Raise RuntimeError if CUDA refuses a copy.
+        """
         if not self.enabled:
             return
         copy, block = memcpy_2d(), target.shape[2] * target.element_size()
@@ -216,18 +217,17 @@ class CudaCopies:
 
 
 H2D = 1  #: cudaMemcpyHostToDevice
-PITCHES = 2**31  #: CUDA takes smaller pitches
+PITCHES = 2**31  #: a pitch must be smaller than this
 
-#: cudaMemcpy2DAsync(to, pitch there, from, pitch there, width, height, kind, stream) -> status; sizes in bytes.
+#: cudaMemcpy2DAsync(target, its pitch, source, its pitch, width, height, kind, stream) -> status; sizes in bytes.
 Memcpy2D = Callable[[int, int, int, int, int, int, int, int], int]
 
 
 @lru_cache
 def memcpy_2d() -> Memcpy2D | None:
-    """Return cudaMemcpy2DAsync of torch's runtime; None without one.
+    """Return cudaMemcpy2DAsync of torch's runtime; None if it is not found.
 
-    A call equals torch's copy of a contiguous tensor, without its views: cache blocks of a run's requests are evenly
-    spaced.
+    One call copies the evenly spaced blocks of all requests of a run, without a view for each request.
     """
     try:
         function = ctypes.CDLL(None).cudaMemcpy2DAsync
@@ -240,7 +240,7 @@ def memcpy_2d() -> Memcpy2D | None:
 
 
 def _copy_by_requests(target: torch.Tensor, source: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
-    """Copy the blocks of each request of each run in a call of torch."""
+    """Copy the blocks of all runs, with one call of torch per request."""
     for row, rows, column, first, stride, blocks in runs:
         for i in range(rows):
             start = first + i * stride

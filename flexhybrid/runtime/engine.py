@@ -66,7 +66,7 @@ class RunControl:
     ``should_stop()`` is true, no further iteration begins, and requests may be left unfinished.
     """
 
-    num_given: Sequence[int] | None = None  #: number of first tokens of each request that are given (``forcing``)
+    num_given: Sequence[int] | None = None  #: number of first tokens of each request that are given (``force_tokens``)
     #: number of earlier answers that ended at each length; they predict the lengths of others
     num_ended: np.ndarray | None = None
     answer_of: Callable[[int], list[int]] = lambda request: []  #: the list that a request's tokens are appended to

@@ -1,11 +1,11 @@
-"""The executor: what the verbs of a wave share while the lanes of the real clock run them.
+"""The executor: the state that a wave's verbs share while the lanes of the real clock run them.
 
 Shapes in names: B requests of a mini-batch, R computed tokens (padded), N new tokens of a request, T attention columns,
-G key/value heads, H query heads, d head size, h hidden. Compute verbs run only on the compute lane, so their own data
-needs no guard; the plan's dependencies guard the rest.
+G key/value heads, H query heads, d head size, h hidden. Data of compute verbs need no lock, because these verbs run
+only on the compute lane. The plan's dependencies protect all other data.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -26,31 +26,31 @@ from flexhybrid.runtime.logprob_log import LogprobLog
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.selections.hooks import SelectionHooks
-from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans, StepMaker, StepTensors, to_device
+from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans, StepMaker, StepTensors, TokenTable, to_device
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.parts import Parts
 from flexhybrid.runtime.storage.weights import Weights, WeightSlots
 from flexhybrid.runtime.token_masks import TokenMasks
 
-NOTHING = torch.empty(0, dtype=torch.float32)  #: where no verb has made a tensor yet, or its memory is free again
+NOTHING = torch.empty(0, dtype=torch.float32)  #: replaces a tensor that is not made yet, or whose memory was freed
 
 SelectionT = TypeVar("SelectionT", bound=SelectionHooks, covariant=True)
 
 
 class EngineParts(Protocol):
-    """What an engine keeps between waves."""
+    """The parts of an engine that its waves share."""
 
     weights: Weights
     slots: WeightSlots
     buffers: Buffers
     copies: CpuCopies | CudaCopies
-    host_share: Share  #: shares the host's work of a verb among its threads
-    compute_share: Share  #: of a CPU that is the device: the same for the threads that compute
-    num_threads: int  #: that compute
+    host_share: Share  #: divides a host verb's work among threads
+    compute_share: Share  #: divides a compute verb's work among threads, if the device is a CPU
+    num_threads: int  #: number of computing threads
 
 
 class LayerWeights:
-    """The tensors of every layer: as stored, in resident memory and a weight slot, and in the compute dtype."""
+    """The tensors of every layer: as stored (resident, and in weight slots), and in the compute dtype."""
 
     def __init__(self, weights: Weights, slots: WeightSlots):
         layers, in_slots = range(weights.shape.num_layers), slots.device or [None]
@@ -58,7 +58,7 @@ class LayerWeights:
         self.has_slots = bool(slots.device)
         packed, by_layer = weights.bits != "native", layers if weights.modules else range(1)
         self.plain = [weights.plain_views(slots.plain, layer) for layer in by_layer if packed]
-        self._weights, self._pairs = weights, {}  #: by layer and slot
+        self._weights, self._pairs = weights, {}  #: (layer, slot) -> ``pairs``
 
     def stored(self, task: Task) -> dict[str, Parts]:
         return self.by_slot[task.layer][task.payload.weight_slot if self.has_slots else 0]
@@ -71,12 +71,12 @@ class LayerWeights:
         return self._pairs[key]
 
     def of(self, task: Task) -> dict[str, Parts]:
-        """Return a task's layer in the compute dtype."""
+        """Return the tensors of a task's layer in the compute dtype."""
         return self.plain[task.layer % len(self.plain)] if self.plain else self.stored(task)
 
 
 class HiddenStates:
-    """Hidden states [R, h] between two layers: by mini-batch and chunk, or by slot if the host keeps them."""
+    """Hidden states [R, h] between two layers, by mini-batch and chunk; by slot, if the host keeps them."""
 
     def __init__(self, wave: Wave, buffers: Buffers):
         self.on_host, self.buffers = wave.policy.hidden == "host", buffers
@@ -91,7 +91,7 @@ class HiddenStates:
     def keep(self, task: Task, hidden_Rh: torch.Tensor) -> None:
         """Keep hidden states that the compute lane made.
 
-        On their way to the host they have a slot of their own: a link may still read them when the compute stream's
+        If they go to the host, they are copied to a slot: a link may still read them when the compute stream's
         allocator would reuse their memory.
         """
         if self.on_host:
@@ -100,7 +100,7 @@ class HiddenStates:
             self.rows[self._key(task)] = hidden_Rh
 
     def slot(self, task: Task, num_rows: int) -> torch.Tensor:
-        """Return the rows of the task's slot, from now on its hidden states."""
+        """Make the rows of the task's slot its hidden states, and return them."""
         rows = self.rows[self._key(task)] = self.buffers.hidden_slots[task.payload.slot, :num_rows]
         return rows
 
@@ -115,7 +115,7 @@ class HiddenStates:
 
 
 class SampledTokens:
-    """Sampled token ids on the device, [B] of each mini-batch, and on the host: [iterations, requests as packed]."""
+    """Sampled token ids: on the device [B] per mini-batch, on the host [iterations, requests by mini-batch]."""
 
     def __init__(self, wave: Wave, batch: int, host_memory: HostMemory, device: torch.device):
         self.on_device = [torch.zeros(batch, dtype=torch.int64, device=device) for _ in wave.mini_batches]
@@ -135,25 +135,27 @@ class SampledTokens:
 
 
 class Executor(Generic[SelectionT]):
-    """One wave, ready to run; ``selection`` is the runtime object of the policy's selection. ``verbs`` may be replaced
-    or wrapped, verb by verb, before it runs."""
+    """One wave, ready to run. ``selection``: hooks of the policy's selection.
+
+    Functions in ``verbs`` may be replaced or wrapped before the run.
+    """
 
     def __init__(self, parts: EngineParts, wave: Wave, prompts: Prompts, plan: SamplingPlans, selection: SelectionT):
         if wave.placed != parts.weights.placed:
-            raise ValueError("the wave's policy places the weights otherwise than they were loaded")
-        self.verbs: dict[str, Callable[..., None]] = {}  #: functions of (executor, task)
+            raise ValueError("the wave's policy does not place the weights as they were loaded")
+        self.verbs: dict[str, Callable[..., None]] = {}  #: verb -> function of (executor, task)
         self.weights, self.slots, self.buffers = parts.weights, parts.slots, parts.buffers
         self.copies, self.host_share, self.compute_share = parts.copies, parts.host_share, parts.compute_share
         self.wave, self.shape, self.policy, self.device = wave, wave.shape, wave.policy, parts.weights.device
-        self.modules = parts.weights.modules  #: transformers' own layers; None: ``model``'s functions are the layers
+        self.modules = parts.weights.modules  #: transformers' layers; None: the layers are functions of ``model``
         self.model: Any = None if self.modules else architecture(wave.shape)
         heads = wave.shape.queries_per_key, wave.shape.head_dim
         paths = wave.problem.attention or fastest_paths(self.device.type, parts.weights.dtype_name, *heads)
         self.attention = {"prompt": PATHS[paths.prompt], "chunk": PATHS[paths.chunk], "decode": PATHS[paths.decode]}
         self.compute_threads = parts.num_threads
-        #: by mini-batch and its layers' window, ``StepExtents`` of its decode step
+        #: (mini-batch, window) -> latest decode step, and its ``StepExtents``
         self.extents: dict[tuple[int, int | None], tuple[MiniBatchStep, Any]] = {}
-        #: numba's kernels attend on the host; False: plain torch
+        #: whether numba's kernels attend on the host; False: plain torch does
         self.host_kernels = paths.on_host and not self.shape.softcaps
         on_host = self.policy.host_attends and self.host_kernels
         if on_host or self.device.type == "cpu" and attends_in_place(wave.problem, wave.policy):
@@ -161,33 +163,33 @@ class Executor(Generic[SelectionT]):
 
             compile_for(parts.weights.dtype)
         self.selection = selection
-        self.graphs: Any = None  #: the engine's ``verbs.graphed.Graphs``; None: verbs are issued kernel by kernel
+        self.graphs: Any = None  #: the engine's ``verbs.graphed.Graphs``; None: verbs launch kernels one by one
         self.layer_weights = LayerWeights(parts.weights, parts.slots)
         self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)
-        #: known requests of the queue; a preempted one's answer is a part of its prompt
+        #: request -> its tokens so far, which become a part of its prompt if it is preempted
         self.answers: Mapping[int, list[int]] = {}
         self.tokens = self.steps.tokens
-        #: by mini-batch, chunk and window
+        #: (mini-batch, chunk, window) -> latest step, and its tensors
         self.step_tensors: dict[tuple[int, int, int | None], tuple[MiniBatchStep, StepTensors]] = {}
         self.begun: dict[int, int] = {}  #: mini-batch -> iteration of its latest step
         self.logprobs = LogprobLog(wave, plan, self.tokens, parts.copies)
         self.masks = TokenMasks(wave.shape.vocab, self.device)
         self.sampled = SampledTokens(wave, parts.buffers.sizes.batch, parts.copies.host_memory, self.device)
         self.hidden = HiddenStates(wave, parts.buffers)
-        #: place of each request's states: in the order in which mini-batches are packed
+        #: place of each request's states; places are numbered by mini-batch
         self.state_places = np.argsort(np.concatenate(wave.mini_batches))
-        self.kvq: dict[int, torch.Tensor] = {}  #: [R, keys | values | queries], by slot
+        self.kvq: dict[int, torch.Tensor] = {}  #: slot -> [R, keys | values | queries]
         self.act = NOTHING  #: [R, h], the input of the projections
-        self.context = Context(NOTHING, NOTHING, None)  #: what attention reads
+        self.context = Context(NOTHING, NOTHING, None)  #: the input of attention
         self.attended = NOTHING  #: [R, H·d]
-        self.weighed: Weighed = NOTHING, NOTHING  #: what a decode step's own contexts give, before what requests share
+        self.weighed: Weighed = NOTHING, NOTHING  #: attention of a decode step, before shared prefixes are added
         self.logits = NOTHING  #: [B, vocab]
-        #: by task key: the work of tasks that is known only when they run; None: not recorded
+        #: task key -> work, for tasks whose work is known only when they run; None: do not record
         self.resolved: dict[tuple, Work] | None = None
 
     def perform(self, task: Task) -> None:
-        """Run one task; a device's asynchronous work is enqueued."""
-        if torch.is_inference_mode_enabled():  # once for all tasks of a lane
+        """Run one task; on CUDA, enqueue its work."""
+        if torch.is_inference_mode_enabled():  # entered once for all tasks of a lane
             self.verbs[task.verb](self, task)
             return
         with torch.inference_mode():
@@ -199,7 +201,9 @@ class Executor(Generic[SelectionT]):
 
     def begin_step(self, task: Task) -> StepTensors:
         """Make the tensors of the task's step."""
-        if self.begun.get(task.mini_batch) != task.iteration:  # the prompts before it are computed
+        if (
+            self.begun.get(task.mini_batch) != task.iteration
+        ):  # the first step of an iteration: all prompts before it are computed
             self.begun[task.mini_batch] = task.iteration
             _free_chunks(self.hidden.rows, task.mini_batch)
             _free_chunks(self.step_tensors, task.mini_batch)
@@ -209,7 +213,7 @@ class Executor(Generic[SelectionT]):
         return self._make_tensors(task)
 
     def score_rule(self, task: Task) -> ScoreRule:
-        """Return what becomes of scores in the task's layer."""
+        """Return the rule for scores in the task's layer."""
         kind = self.shape.attention_of(task.layer)
         sinks = None
         if kind.sinks:
@@ -218,17 +222,17 @@ class Executor(Generic[SelectionT]):
         return ScoreRule(kind.scaling or self.shape.head_dim**-0.5, kind.softcap, sinks)
 
     def finish_attention(self, task: Task) -> None:
-        """Include attention sinks in ``weighed``, the attention output."""
+        """Add attention sinks to ``weighed``, and make it the attention output."""
         self.score_rule(task).with_sinks(self.weighed)
         self.attended = self.weighed[0].flatten(1).to(self.kvq[task.payload.slot].dtype)
 
     def window_of(self, task: Task) -> int | None:
-        """Return the window of the task's layer, if a token of its step is outside it."""
+        """Return the window of the task's layer if it hides tokens of the step, else None."""
         step, window = task.payload.step, self.shape.attention_of(task.layer).window
         return window if window and (step.context + step.new_tokens).max() > window else None
 
     def tensors(self, task: Task) -> StepTensors:
-        """Return the tensors of the task's step, rebuilt if another layer's step differs."""
+        """Return the tensors of the task's step. Make them if they are not those of the latest step."""
         key = *step_key(task), task.payload.step.window
         step, tensors = self.step_tensors.get(key, (None, None))
         if step is task.payload.step and tensors is not None:
@@ -244,13 +248,15 @@ class Executor(Generic[SelectionT]):
         return tensors
 
     def resolve(self, task: Task, work: Work) -> None:
-        """Record what a task really moves, if the plan has only an expectation."""
+        """Record the actual work of a task whose plan has only an expectation."""
         if self.resolved is not None:
             self.resolved[task.key] = work
 
     def cells(self, store: Store, places: torch.Tensor):
-        """Return (blocks, heads, offsets) of a store's new tokens, [rows, G] each, from places [B, G] in their
-        requests' blocks; numpy arrays for a store on the host."""
+        """Return (blocks, heads, offsets), [rows, G] each, of a store's new tokens; numpy arrays for the host's tier.
+
+        ``places`` [B, G]: the tokens' places among the places of their requests.
+        """
         heads = np.arange(self.shape.num_kv_heads)[None]
         if store.tier == "device":
             rows = self.to_device(store.rows)
@@ -263,18 +269,18 @@ class Executor(Generic[SelectionT]):
         return to_device(array, self.device)
 
 
-#: The argument of a verb: the executor of a wave, with any selection.
+#: The first argument of verbs: the executor of a wave, with any selection.
 State = Executor[SelectionHooks]
 
 
 def _free_chunks(values: dict[Any, Any], mini_batch: int) -> None:
-    """Free what belongs to later chunks of a mini-batch's prompts; keys begin with mini-batch and chunk."""
+    """Delete the values of all but the first chunk of a mini-batch. Keys begin with (mini-batch, chunk)."""
     for key in [key for key in values if key[0] == mini_batch and key[1]]:
         del values[key]
 
 
 def put(target: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy rows to their place, unless they were computed there."""
+    """Copy rows to their place, unless they are there already."""
     if target.data_ptr() != rows.data_ptr():
         target.copy_(rows)
 
@@ -282,3 +288,28 @@ def put(target: torch.Tensor, rows: torch.Tensor) -> None:
 def step_key(task: Task) -> tuple[int, int]:
     """Return the mini-batch that a task works on, and the chunk of its prompt."""
     return task.mini_batch, task.payload.step.chunk
+
+
+#: Takes a step, its logits [B, vocab], and the chosen token ids [B].
+OnLogits = Callable[[MiniBatchStep, torch.Tensor, torch.Tensor], None]
+
+
+def force_tokens(executor: Executor, texts: Sequence[Sequence[int]], on_logits: OnLogits | None = None) -> None:
+    """Make the executor decode given texts instead of sampled tokens (teacher forcing).
+
+    ``texts``: one for each request in the wave's order, prompt included. After the end of a text, sampled tokens are
+    used. ``on_logits`` is called on the compute lane.
+    """
+    sample, lengths = executor.verbs["sample"], np.diff(executor.tokens.start)
+    padded = [[*text, *[-1] * (length - len(text))] for text, length in zip(texts, lengths.tolist())]
+    given = TokenTable(padded, lengths, executor.device)
+
+    def forced(executor: Executor, task: Task) -> None:
+        sample(executor, task)
+        cells = executor.tensors(task).sampled_cells_B
+        tokens = given.ids[cells]
+        executor.tokens.ids[cells] = torch.where(tokens < 0, executor.tokens.ids[cells], tokens)
+        if on_logits:
+            on_logits(task.payload.step, executor.logits, executor.tokens.ids[cells])
+
+    executor.verbs["sample"] = forced

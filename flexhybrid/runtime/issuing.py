@@ -1,14 +1,14 @@
 """Enqueues the tasks of CUDA stream lanes on the planning thread.
 
-Waiting on an unrecorded event does nothing on CUDA. So a task is enqueued after its predecessors on other stream lanes
+Waiting for an unrecorded event does nothing on CUDA. So a task is enqueued when its predecessors on other stream lanes
 are *enqueued* (its stream then waits for their events) and its predecessors on host lanes are *complete*. A host lane
-waits for the event itself, on its own thread. Every task gets an event that no thread still waits for. The whole device
-is never synchronized.
+waits for a stream lane's event on its own thread. Each task gets an event that no thread waits for any more. The whole
+device is never synchronized.
 
-Tasks that may be **launched together** are enqueued in one call, with one event. A task is held until one comes that
-cannot join it, or something waits for it.
+Tasks that may be **launched together** are enqueued in one call, with one event. A task is held until the next task
+cannot join it, or until something waits for it.
 
-One or more enqueuing threads would spend more time on the interpreter's lock than on their calls (bench: launch).
+Separate enqueuing threads would spend more time on the interpreter's lock than on their calls (bench: launch).
 """
 
 from __future__ import annotations
@@ -24,46 +24,48 @@ from flexhybrid.core.trace import LineKey, LineTimes
 from flexhybrid.runtime.clock import LOOK_UP_S, Aborted, Around, Lane, Perform
 from flexhybrid.runtime.cuda import CudaStream, Recorded
 
-#: Tasks of a stream lane that may wait in its queue or on its stream. A CUDA stream takes about 1,000 calls before the
-#: thread that issues the next one blocks; a task has some five kernels or copies, and two to four calls of events.
+#: Limit of a stream lane's submitted and incomplete tasks. A CUDA stream accepts about 1,000 calls before the next call
+#: blocks. A task has about five kernels or copies, and two to four calls for events.
 STREAM_LOOKAHEAD_TASKS = 64
-Waits = tuple[tuple[str, int], ...]  #: lanes, and ordinals of tasks that are awaited there
-Launch = tuple[list[Task], Waits]  #: tasks that are enqueued together, and what they wait for
-#: Seconds between two looks at an event that the planning thread waits for while tasks wait for host lanes. The event
-#: is half of a lane's lookahead away from the device's idling.
+Waits = tuple[tuple[str, int], ...]  #: (lane, ordinal) of each awaited task
+Launch = tuple[list[Task], Waits]  #: tasks that are enqueued together, and their awaited tasks
+#: While the planning thread waits for an event and other tasks wait for host lanes, it checks the event after this
+#: many seconds. The event comes half a lookahead before the device would be idle.
 LOOK_S = 2e-4
 
 
 class JointCall(Protocol):
     """Launches several tasks in one call (``verbs.graphed.JointLaunch``)."""
 
-    patient: Sequence[str]  #: verbs whose waits earlier tasks may share
-    most: int  #: tasks of a call that is held from one position to the next; 0: none is
+    patient: Sequence[str]  #: verbs whose predecessors earlier tasks of the call may wait for
+    most: int  #: maximum of tasks in a call that covers several positions; 0: no call does
 
     def next_key(self, task: Task) -> tuple | None:
-        """Return the key of the task that may be launched together with this one, if it comes next; None: none may."""
+        """Return the key of the only task that may join this one in its launch; None if no task may."""
 
     def perform(self, tasks: Sequence[Task]) -> None:
-        """Launch tasks, each with the ``next_key`` of the one before."""
+        """Launch tasks. Each is the ``next_key`` of the one before."""
 
 
 class Issuer:
-    """Enqueues the tasks of all stream lanes, in each lane's order, as soon as possible: on the planning thread, while
-    it submits tasks and while it waits. A waiting lane does not block others."""
+    """Enqueues the tasks of all stream lanes on the planning thread, while it submits tasks and while it waits.
+
+    Each lane keeps its order. A waiting lane does not block others.
+    """
 
     def __init__(self, around: Around = lambda tasks: tasks()):
-        self.around = around  #: calls what plans and enqueues
+        self.around = around  #: calls the function that plans and enqueues
         self.lanes: list[StreamLane] = []
-        self.told = threading.Event()  #: a host lane has completed what a task waits for, or a lane has failed
+        self.told = threading.Event()  #: set when a host lane completes an awaited task, or a lane fails
         self._current: StreamLane | None = None  #: lane whose stream is the thread's current one
 
     def enqueue(self) -> None:
-        """Enqueue all ready tasks, except those held for others to join."""
+        """Enqueue all ready tasks, except held ones."""
         while any([self.feed(lane) for lane in self.lanes if lane.queued]):
             pass
 
     def feed(self, lane: StreamLane) -> bool:
-        """Enqueue launches of a lane up to the first that waits; return whether there was one."""
+        """Enqueue the launches of a lane up to the first that must wait; return whether any was enqueued."""
         before = lane.passed
         while lane.queued and lane.may_enqueue(lane.queued[0][1]):
             if self._current is not lane:
@@ -73,8 +75,10 @@ class Issuer:
         return lane.passed > before
 
     def enqueue_until(self, lane: Lane, ordinal: int) -> None:
-        """Enqueue tasks until that one of a lane is complete, or of a stream lane until it is enqueued and no task is
-        left that waits for a host lane. Raises Aborted when a lane has failed."""
+        """Enqueue tasks until a lane's task is complete. Raise Aborted if a lane has failed.
+
+        On a stream lane, stop when the task is enqueued and no task is left that waits for a host lane.
+        """
         if isinstance(lane, StreamLane):
             lane.let_go(ordinal)
         else:
@@ -87,7 +91,7 @@ class Issuer:
                 self._sleep(lane, LOOK_S)
 
     def _sleep(self, lane: Lane, seconds: float) -> None:
-        """Sleep until a host lane completes an awaited task, up to a limit; enqueue what is then ready."""
+        """Sleep until a host lane completes an awaited task, at most ``seconds``; then enqueue ready tasks."""
         self.told.wait(seconds)
         self.told.clear()
         if lane.failed:
@@ -95,7 +99,7 @@ class Issuer:
         self._enqueue_awaited()
 
     def _enqueue_awaited(self) -> None:
-        """Enqueue all tasks that may be, those as well that are held and that a host lane waits for."""
+        """Enqueue all ready tasks, including held ones that a host lane waits for."""
         for lane in self.lanes:
             for ordinal in lane.awaited():
                 lane.let_go(ordinal)
@@ -103,15 +107,16 @@ class Issuer:
 
 
 class StreamLane(Lane):
-    """A lane whose tasks are enqueued on a stream; enqueued tasks have passed, for other stream lanes. ``times`` counts
-    them, and in a traced run the processor time of enqueuing.
+    """A lane whose tasks are enqueued on a stream. A task passes when it is enqueued.
 
-    ``together``: which tasks may launch together, and how; None: one by one, as are tasks with kept spans. A task joins
-    earlier ones if it waits for nothing more than they do (or did on this stream), or if they may wait for the rest too
-    and it is enqueued. The lookahead exceeds three launches, or the planner would wait for one while the next is held.
+    ``times`` counts tasks, and in a traced run the processor time of enqueuing. ``together``: decides which tasks are
+    launched together (default: none); tasks with stored spans are launched alone. A task joins held tasks if this
+    stream already waits for its predecessors, or if the verb is ``patient`` and its predecessors have passed. The
+    lookahead is more than three launches; otherwise the planning thread could wait for one launch while the next is
+    held.
 
-    Events of tasks without kept spans are dropped when older than the lookahead, because the planner has waited for
-    them. The stream reuses them once they are unreferenced.
+    Events without stored spans are dropped when older than the lookahead, because the planning thread has waited for
+    them. The stream then reuses them.
     """
 
     lookahead = STREAM_LOOKAHEAD_TASKS
@@ -122,11 +127,11 @@ class StreamLane(Lane):
     ):
         super().__init__(name, perform)
         self.stream, self.issuer, self.together = stream, issuer, together
-        self.queued: deque[Launch] = deque()  #: submitted, and not enqueued yet
-        self._held: Launch | None = None  #: the latest tasks, which others may join
-        self._joining: tuple | None = None  #: the key of the task that may
-        self._latest: dict[str, int] = {}  #: by lane the latest task that one of this lane waits for
-        self._asked: tuple[str, int] | None = None  #: host lane and ordinal whose completion the issuer awaits
+        self.queued: deque[Launch] = deque()  #: launches that are not enqueued yet
+        self._held: Launch | None = None  #: the latest tasks, which the next task may join
+        self._joining: tuple | None = None  #: key of the task that may join
+        self._latest: dict[str, int] = {}  #: lane -> latest task there that this lane's tasks wait for
+        self._asked: tuple[str, int] | None = None  #: host lane and ordinal that the issuer waits for
         self._begins: list[Recorded] = []
         self._ends: dict[int, Recorded] = {}
         self._timing: deque[tuple[Task, Recorded, Recorded]] = deque()  #: tasks of timed iterations, begins and ends
@@ -144,7 +149,7 @@ class StreamLane(Lane):
         return ordinal
 
     def _hold(self, together: JointCall, task: Task, waits: Waits) -> None:
-        """Join a task to the held ones, or queue them; hold it if another may join."""
+        """Add a task to the held ones, or queue these; hold the task if another may join it."""
         latest, held = self._latest, self._held
         late = [(lane, ordinal) for lane, ordinal in waits if latest.get(lane, -1) < ordinal]
         may_wait = task.verb in together.patient and all([self.lanes[lane].passed > ordinal for lane, ordinal in late])
@@ -161,14 +166,16 @@ class StreamLane(Lane):
             self.hold_no_longer()
 
     def hold_no_longer(self) -> None:
-        """Close the latest tasks to others."""
+        """Queue the held tasks."""
         if self._held:
             self.queued.append(self._held)
             self._held = None
 
     def let_go(self, ordinal: int) -> bool:
-        """Release the latest tasks if this task is one of them; return whether it is. Others stay held: what launches
-        together must not depend on when the planner waits, or each case would need its own graph."""
+        """Queue the held tasks if this task is one of them; return whether it is.
+
+        Otherwise keep them: if launches depended on when the planning thread waits, each case would need its own graph.
+        """
         if self._held is None or ordinal < self.submitted - len(self._held[0]):
             return False
         self.hold_no_longer()
@@ -176,15 +183,14 @@ class StreamLane(Lane):
 
     def call_when_passed(self, ordinal: int, call: Callable[[], object]) -> None:
         super().call_when_passed(ordinal, call)
-        self.issuer.told.set()  # it may be held
+        self.issuer.told.set()  # the task may be held
 
     def abort(self) -> None:
         super().abort()
         self.issuer.told.set()
 
     def may_enqueue(self, waits: Waits) -> bool:
-        """Return whether all that a task waits for is enqueued or complete; otherwise ask to be notified of host lanes'
-        tasks."""
+        """Return whether all awaited tasks have passed; if one of a host lane has not, ask it to notify the issuer."""
         for resource, ordinal in waits:
             lane = self.lanes[resource]
             if lane.passed > ordinal:
@@ -201,7 +207,7 @@ class StreamLane(Lane):
         return True
 
     def enqueue(self, tasks: list[Task], waits: Waits) -> None:
-        """Enqueue tasks after what they wait for."""
+        """Enqueue tasks, after their awaited tasks."""
         for resource, ordinal in waits:
             lane = self.lanes[resource]
             if not isinstance(lane, StreamLane):
@@ -236,7 +242,7 @@ class StreamLane(Lane):
         return super().read_times()
 
     def wait_enqueued(self, ordinal: int) -> Recorded | None:
-        """Block until the task is enqueued; return its event, or None if it was dropped as complete."""
+        """Block until a task is enqueued; return its event, or None if the event was dropped."""
         self._block(ordinal)
         return self._ends.get(ordinal)
 

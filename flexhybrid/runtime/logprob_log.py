@@ -1,9 +1,9 @@
-"""Log probabilities of tokens, on their way from the device to the requests that ask for them.
+"""Record log probabilities of tokens on the device, and copy them to the host, for requests that ask for them.
 
-They are of the model's own logits, before anything that sampling makes of them, as vLLM's are by default.
+Log probabilities are those of the model's logits, before sampling changes them, as in vLLM by default.
 
-Shapes in names: R rows, V vocabulary, K most probable tokens. A record is a row of float64, which holds token ids and
-float32 values alike: [log probability, rank, K token ids, K log probabilities].
+Shapes in names: R rows, V vocabulary, K most probable tokens. A record is a row of float64, which represents token ids
+and float32 values exactly: [log probability, rank, K token ids, K log probabilities].
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.step_tensors import SamplingPlans, TokenTable, to_device
 
-ROWS_AT_ONCE = 16  #: so that what lies between logits and records takes little memory
+ROWS_AT_ONCE = 16  #: number of rows processed at a time, to limit temporary memory
 
 
 def records(logits_RV: torch.Tensor, tokens_R: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Return the records [R, 2 + 2K] of these tokens. A token's rank counts those at least equally probable.
+    """Return the records [R, 2 + 2K] of tokens. A token's rank is the number of tokens that are at least as probable.
 
-    Among equally probable tokens the smaller id comes first, independently of the rest of the batch.
+    Among equally probable tokens, the smaller id comes first, whatever the rest of the batch is.
     """
     slices = zip(logits_RV.split(ROWS_AT_ONCE), tokens_R.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([_records(logits, tokens[:, None], num_top) for logits, tokens in slices])
@@ -37,7 +37,8 @@ def _records(logits_RV: torch.Tensor, tokens_R1: torch.Tensor, num_top: int) -> 
     parts = [chosen, (logprobs >= chosen).sum(dim=-1, keepdim=True)]
     if num_top:
         vocab = logprobs.shape[1]
-        # Values up to 0 order as the negated bits of their magnitude do; behind them the token id makes keys distinct.
+        # Log probabilities are <= 0, so their order is that of the negated bits of their magnitude. The token id in the
+        # lower half makes keys distinct.
         tokens = torch.arange(vocab, device=logprobs.device, dtype=torch.int64)
         keys = (logprobs.abs().view(torch.int32).to(torch.int64) << 32) + tokens
         top = keys.topk(min(num_top, vocab), dim=-1, largest=False).values & 0xFFFFFFFF
@@ -48,31 +49,30 @@ def _records(logits_RV: torch.Tensor, tokens_R1: torch.Tensor, num_top: int) -> 
 
 
 class Noted(NamedTuple):
-    """Records that an iteration has made of one request."""
+    """The records of one request in an iteration."""
 
-    answer: np.ndarray | None  #: [2 + 2K] of its new token; None: not asked for
-    prompt: np.ndarray | None  #: [prompt tokens - 1, 2 + 2K] of its prompt's tokens from the second on
+    answer: np.ndarray | None  #: [2 + 2K] of the new token; None: not requested
+    prompt: np.ndarray | None  #: [prompt tokens - 1, 2 + 2K] of the prompt's tokens from the second on
 
 
 class LogprobLog:
     """Log probabilities of the requests that ask for them.
 
-    ``sample`` and ``finish`` make the records on the device, ``store_out`` copies them to the host with the tokens, and
-    they stay there until taken.
+    The verbs ``sample`` and ``finish`` make records on the device. ``store_out`` copies them to the host, where they
+    stay until they are taken.
     """
 
     def __init__(self, wave: Wave, plan: SamplingPlans, tokens: TokenTable, copies: CpuCopies | CudaCopies):
         self.plan = plan
         everybody = wave.queue.workload if wave.queue else wave.workload
         self.prompt_tokens, self.tokens, self.copies = everybody.prompt_tokens, tokens, copies
-        self._prompts: dict[int, list[torch.Tensor]] = {}  # records of the chunks of a prompt, by request
+        self._prompts: dict[int, list[torch.Tensor]] = {}  # request -> records of its prompt's chunks
         self._made: dict[int, list[tuple[list[int], str, torch.Tensor]]] = {}  # by mini-batch: requests, part, records
-        #: by mini-batch, iteration, chunk: likewise, on the host; the device's stay until they are taken, for the copy
+        #: by mini-batch, iteration and chunk: requests, part, records on the host and (for the running copy) the device
         self._on_host: dict[tuple[int, int, int], list[tuple[list[int], str, torch.Tensor, torch.Tensor]]] = {}
 
     def note_prompt(self, step: MiniBatchStep, hidden_Rh: torch.Tensor, head) -> None:
-        """Record the prompt tokens after those that the step computed. ``head``: hidden states [·, h] of the last layer
-        -> logits [·, V]."""
+        """Record the prompt tokens after the step's tokens. ``head``: last hidden states [·, h] -> logits [·, V]."""
         wanted = self.plan.select(step.queued).num_prompt_logprobs
         if (wanted < 0).all():
             return
@@ -92,7 +92,7 @@ class LogprobLog:
             self._prompts.setdefault(request, []).extend(made)
 
     def note_sampled(self, step: MiniBatchStep, logits_BV: torch.Tensor, chosen_B: torch.Tensor) -> None:
-        """Record the new tokens; those of a prompt are then complete."""
+        """Record the new tokens. The records of their prompts are then complete."""
         wanted = self.plan.select(step.queued).num_logprobs
         if (wanted < 0).all() and not self._prompts:
             return
@@ -121,7 +121,7 @@ class LogprobLog:
             stored.append((requests, part, target, made))
 
     def take(self, step: MiniBatchStep) -> dict[int, Noted]:
-        """Return the records of a step after its ``store_out``, by request."""
+        """Return {request: records} of a step, after its ``store_out``."""
         noted: dict[int, Noted] = {}
         for requests, part, stored, _ in self._on_host.pop((step.mini_batch, step.iteration, step.chunk), ()):
             for request, record in zip(requests, stored.numpy() if part == "answer" else [stored.numpy()]):

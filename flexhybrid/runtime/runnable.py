@@ -1,4 +1,4 @@
-"""What the executor can run; the simulator can run every system of the papers."""
+"""Check whether the executor can run a policy. (The simulator can run all systems of the papers.)"""
 
 from flexhybrid.core.context.selection import limits_cache
 from flexhybrid.core.errors import InputError
@@ -9,7 +9,7 @@ from flexhybrid.runtime.kernels.quantize import row_unit
 
 
 def check_runnable(shape: ModelShape, policy: Policy) -> None:
-    """Raise InputError that names what the executor cannot run."""
+    """Raise InputError if the executor cannot run a policy for a model; the error names the feature."""
     weight_rows = (shape.hidden, shape.query_width, shape.ffn)
     if shape.modules:
         weight_rows = tuple(t.cols for kind in shape.modules.kinds for t in kind if t.cols)

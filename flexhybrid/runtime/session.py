@@ -1,4 +1,4 @@
-"""A session: one wave of requests on an engine, run once and then decoded again for each measurement."""
+"""A session: one wave of requests on an engine. It can be run once and then decoded repeatedly, for measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.storage.weights import Weights
 
-#: Makes the engine of a session; ``functools.partial(Engine, num_threads=1)`` sets the options of one.
+#: Makes a session's engine. ``functools.partial(Engine, num_threads=1)`` sets options.
 MakeEngine = Callable[[Weights, Policy, BufferSizes], Engine]
 
 TRACED = RunControl(keep_trace=True)
@@ -32,10 +32,10 @@ def random_prompts(workload: Workload, vocab: int, seed: int = 0) -> list[list[i
 
 
 class Session:
-    """A wave, its greedily decoded prompts, and the executor whose cache the runs use.
+    """A wave with greedy sampling, its prompts, and its executor, whose cache all runs use.
 
-    ``prompts``: token ids in the wave's order; None: random ones. ``close()``, and the end of a ``with`` block, close
-    only an engine that ``Session.of`` made.
+    ``prompts``: token ids in the wave's order (default: random ones). ``close()`` and the end of a ``with`` block close
+    the engine only if ``Session.of`` made it.
     """
 
     def __init__(self, engine: Engine, wave: Wave, prompts: list[list[int]] | None = None):
@@ -54,9 +54,9 @@ class Session:
         hardware: Hardware | None = None,
         make_engine: MakeEngine = Engine,
     ) -> Session:
-        """Admit the workload as one wave, and make an engine with buffers of exactly its size.
+        """Return a session that runs the workload as one wave, on a new engine with buffers of its size.
 
-        ``hardware`` decides the split points of both(…) entries (``admit``).
+        ``hardware`` determines the split points of both(…) entries (``admit``).
         """
         device = weights.device.type
         shape, dtype = weights.shape, weights.dtype_name
@@ -73,17 +73,17 @@ class Session:
         return self.engine.run(self.executor, control)
 
     def decode(self, num_iterations: int | None = None) -> list[TraceEvent]:
-        """Run the first ``num_iterations`` decode iterations (None: all) over the present cache; return the trace."""
+        """Run the first ``num_iterations`` decode iterations (default: all) on the present cache; return the trace."""
         return self.decode_result(num_iterations).trace
 
     def decode_result(self, num_iterations: int | None = None, control: RunControl = TRACED) -> WaveResult:
-        """Decode likewise; return the trace with the times of the lanes."""
+        """Do as ``decode``; return the whole result."""
         last = self.wave.workload.max_tokens.max() if num_iterations is None else num_iterations
         tasks = (task for task in stream(self.wave, first_iteration=1) if task.iteration <= last)
         return self.engine.run(self.executor, control, tasks)
 
     def close(self) -> None:
-        """Give the wave's blocks back, and close the engine if ``Session.of`` has made it."""
+        """Close the engine if ``Session.of`` made it."""
         if self._owns_engine:
             self.engine.close()
 

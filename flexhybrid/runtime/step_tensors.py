@@ -1,4 +1,4 @@
-"""Index tensors, masks and sampling that the compute verbs of a step need: made once a step, used by every layer."""
+"""Index tensors, masks and sampling tensors of a step. They are made once per step and used in every layer."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,27 +21,27 @@ class Prompts(Protocol):
 
 
 class SamplingPlans(Protocol):
-    """How the tokens of requests are chosen: a ``SamplingPlan``, or what makes one of the requests that run."""
+    """A ``SamplingPlan``, or an object that makes the plan of some requests."""
 
     def select(self, members: np.ndarray) -> SamplingPlan: ...
 
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  #: cosines and sines, [R, d] each
-PlaceArrays = Callable[[dict[Hashable, np.ndarray]], dict[Hashable, torch.Tensor]]
+PlaceArrays = Callable[[dict[Hashable, np.ndarray]], dict[Hashable, torch.Tensor]]  #: copies arrays to the device
 
 
 class WindowPositions(NamedTuple):
-    """Positions in their requests, for layers with a window."""
+    """Positions of tokens in their requests, for layers with a window."""
 
     new_BN: torch.Tensor
     columns_BT: torch.Tensor  #: -1 for padding
-    common: tuple[torch.Tensor, ...]  #: [g, T] of each of ``MiniBatchStep.commons``
+    common: tuple[torch.Tensor, ...]  #: [g, T] for each of ``MiniBatchStep.commons``
 
 
 class StorePlace(NamedTuple):
     """The computed rows of a store, and their places in a device pool."""
 
-    rows: torch.Tensor | None  #: None: all of them, in order
+    rows: torch.Tensor | None  #: None: all rows in order
     blocks: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
 
@@ -50,36 +50,35 @@ class StorePlace(NamedTuple):
 class StepTensors:
     """Tensors of one step. Its rows are a padded grid [B, computed_width]: a recomputed prefix, then new tokens."""
 
-    cells_R: torch.Tensor  #: of the token table
+    cells_R: torch.Tensor  #: cells of the rows' tokens in the token table
     positions_R: torch.Tensor
     rotation_R: Rotation | None
-    act_rotation: Rotation | None  #: of the rows that KV-Gen recomputes
-    act_positions: torch.Tensor | None  #: of the same, where layers are transformers' own
-    mask_B11T: torch.Tensor | None  #: added to scores; None when no column is padding
-    #: by window: the same with what lies before it, of the one new token of each request
+    act_rotation: Rotation | None  #: rotations of the rows that KV-Gen recomputes
+    act_positions: torch.Tensor | None  #: positions of these rows, for transformers' layers
+    mask_B11T: torch.Tensor | None  #: hides padding, added to scores; None: no column is padding
+    #: window -> mask that also hides tokens outside the window, if each request has one new token
     window_masks: dict[int, torch.Tensor]
-    places: WindowPositions | None  #: None where nothing is assembled, or no layer has a window
-    last_rows_B: torch.Tensor | None  #: rows that the head reads; None when it is all of them
-    sampled_cells_B: torch.Tensor  #: of the token table
+    places: WindowPositions | None  #: None if no context is assembled, or no layer has a window
+    last_rows_B: torch.Tensor | None  #: rows that the head reads; None: all rows
+    sampled_cells_B: torch.Tensor  #: cells of the sampled tokens in the token table
     sampling: StepSampling | None
     stores: dict[str, StorePlace]
-    block_tables: dict[int, torch.Tensor]  #: of each device segment, by its id()
-    buffer_tables: dict[int, torch.Tensor]  #: [B, columns] of each that is assembled from blocks in line, by its id()
-    common_rows: tuple[torch.Tensor, ...]  #: [g, m] of each of ``MiniBatchStep.commons``
+    block_tables: dict[int, torch.Tensor]  #: id() of a device segment -> its block table
+    buffer_tables: dict[int, torch.Tensor]  #: id() of a segment ``in_line`` -> its table [B, columns]
+    common_rows: tuple[torch.Tensor, ...]  #: [g, m] for each of ``MiniBatchStep.commons``
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return a copy of the array on the device, without waiting for it."""
+    """Copy an array to the device, asynchronously."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor
-    # From pageable memory the copy would wait for all that the stream has to do, and the device would then idle.
+    # From pageable memory, the copy would wait until the stream is empty, and the device would then be idle.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def together_to_device(arrays: Mapping[Hashable, np.ndarray], device: torch.device) -> dict[Hashable, torch.Tensor]:
-    """Copy arrays to the device by name, asynchronously, one copy per dtype: on a GPU each costs about 20 µs of
-    Python."""
+    """Copy arrays to the device by name, asynchronously, with one copy per dtype (each takes 20 µs of Python)."""
     if device.type == "cpu":
         return {name: to_device(array, device) for name, array in arrays.items()}
     there: dict[Hashable, torch.Tensor] = {}
@@ -92,7 +91,7 @@ def together_to_device(arrays: Mapping[Hashable, np.ndarray], device: torch.devi
 
 
 class TokenTable:
-    """Token ids of the request in every place of a wave, on the device: prompt and answer, place by place."""
+    """Token ids on the device: prompt and answer of the request in each place of a wave, one after another."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], num_tokens: np.ndarray, device: torch.device):
         self.start = np.cumsum(np.r_[0, num_tokens])
@@ -102,26 +101,30 @@ class TokenTable:
         self.ids = torch.from_numpy(flat).to(device)
 
     def enter(self, place: int, ids: Sequence[int]) -> None:
-        """Write the first token ids of the request in a place."""
+        """Write the first token ids of the request in a place. Its other cells stay unchanged."""
         first = int(self.start[place])
         self.ids[first : first + len(ids)] = to_device(np.array(ids, dtype=np.int64), self.ids.device)
 
     def cells(self, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return places in ``ids``; ``requests`` is [B], ``positions`` [B] or [B, …]."""
+        """Return the cells in ``ids`` of tokens at ``positions`` ([B] or [B, …]) of ``requests`` [B]."""
         return self.start[requests].reshape(-1, *[1] * (positions.ndim - 1)) + positions
 
 
 def computed_positions(step: MiniBatchStep) -> np.ndarray:
-    """Return the positions of the computed tokens: [B, computed_width]. Padding has positions within the request; after
-    a prefix they change only with its blocks."""
+    """Return the positions of the computed tokens: [B, computed_width]. Padding has positions within its request.
+
+    Positions of a recomputed prefix, padding included, change only when a block is added to it.
+    """
     prefix = np.minimum(np.arange(step.recomputed_width), step.context[:, None] // BLOCK_TOKENS * BLOCK_TOKENS)
     new = np.minimum(np.arange(step.width), step.new_tokens[:, None] - 1) + step.context[:, None]
     return np.concatenate([prefix, new], axis=1)
 
 
 def position_tables(entries: BlockEntries, longest: int) -> dict[str, np.ndarray]:
-    """Return for every cache entry the positions of its tokens in a request of ``longest`` tokens, in order; and one
-    position more, for the padding of requests that have none."""
+    """Return, for every cache entry, the positions of its tokens in a request of ``longest`` tokens, in order.
+
+    One more position is appended, for the padding of requests without tokens in the entry.
+    """
     counts = entries.stored(longest)
     return {
         entry: np.minimum(entries.positions(i, int(counts[i]) + 1), longest - 1)
@@ -130,8 +133,7 @@ def position_tables(entries: BlockEntries, longest: int) -> dict[str, np.ndarray
 
 
 def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the positions of the rows that KV-Gen recomputes, in its buffer's order. Padding has those of tokens that
-    may come."""
+    """Return the positions of the rows that KV-Gen recomputes, in buffer order. Padding has later tokens' positions."""
     rows = []
     for segment in step.of("act"):
         count, table = segment.moved_blocks[:, None] * BLOCK_TOKENS, tables[segment.entry]
@@ -142,7 +144,7 @@ def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndar
 
 
 def segment_positions(segment: Segment, tables: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the positions of a segment's tokens, [B, most]; -1 for padding."""
+    """Return the positions of a segment's tokens, [B, max_tokens]; -1 for padding."""
     index = np.arange(segment.max_tokens)
     inside = index < segment.num_tokens[:, None]
     index = np.minimum(index + segment.start_block[:, None] * BLOCK_TOKENS, len(tables[segment.entry]) - 1)
@@ -150,10 +152,9 @@ def segment_positions(segment: Segment, tables: dict[str, np.ndarray]) -> np.nda
 
 
 def column_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the position of the token in each attention column of a step, [B, T]; -1 for padding, except among new
-    tokens.
+    """Return the position of the token in each attention column of a step, [B, T]; -1 for padding of cached tokens.
 
-    The step attends to all cached tokens; ``tables`` are ``position_tables``.
+    The step attends to all cached tokens. ``tables``: ``position_tables``.
     """
     columns = [segment_positions(segment, tables) for segment in step.segments]
     if step.recomputed is not None:
@@ -163,14 +164,14 @@ def column_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.n
     return np.concatenate(columns, axis=1)
 
 
-#: The rows of a mask begin at multiples of this: CUDA's attention copies any other mask at each call.
+#: Rows of a mask begin at multiples of this number of elements. CUDA's attention would copy other masks at each call.
 MASK_ALIGNMENT = 8
 
 
 def hidden_columns(step: MiniBatchStep) -> np.ndarray | None:
-    """Return which columns are padding, bool [B, T]; None without any.
+    """Return which columns are padding, bool [B, T]; None if none is.
 
-    New tokens' columns are not hidden here: attention is causal among them.
+    New tokens' columns are not marked, because attention among new tokens is causal.
     """
     padding = [np.arange(s.max_tokens) >= s.num_tokens[:, None] for s in step.segments if s.max_tokens]
     if step.recomputed is not None:
@@ -199,9 +200,9 @@ class StepMaker:
         if wave.queue is not None:
             lengths = np.full_like(lengths, wave.queue.workload.cached_tokens.max() + 1)
         self.tokens = TokenTable([prompts[request] for request in wave.begun.tolist()], lengths, device)
-        self.rotary: Rotation | None = None  #: of all positions
+        self.rotary: Rotation | None = None  #: rotations of all positions
         self.windows = wave.shape.windows
-        self.positions: dict[str, np.ndarray] = {}  #: of cached tokens, where they are rotated or windows hide them
+        self.positions: dict[str, np.ndarray] = {}  #: positions of cached tokens; {} if not needed
         longest = int(lengths.max())
         if wave.shape.rotary or wave.shape.modules or self.windows:
             self.positions = position_tables(wave.entries, longest)
@@ -209,15 +210,17 @@ class StepMaker:
             self.rotary = rotary_tables(wave.shape, longest, dtype, device)
 
     def enter(self, step: MiniBatchStep, answers: Mapping[int, Sequence[int]]) -> None:
-        """Store the prompts of joining requests, with their answers so far."""
+        """Write the prompts of joining requests, and their answers so far, to the token table."""
         for place, request in zip(step.requests.tolist(), step.queued.tolist(), strict=True):
             self.tokens.enter(place, [*self.prompts[request], *answers.get(request, ())])
 
     def make(
         self, step: MiniBatchStep, place: PlaceArrays | None = None, rotation: Rotation | None = None
     ) -> StepTensors:
-        """Return a step's tensors. ``place``: copies arrays to the device; ``rotation``: of the computed tokens, if
-        looked up elsewhere."""
+        """Return a step's tensors. ``place``: copies arrays to the device (default: ``together_to_device``).
+
+        ``rotation``: rotations of the computed tokens, if the caller has them.
+        """
         batch, width = len(step.requests), step.computed_width
         positions = computed_positions(step)
         assembled = not (step.prefill or step.in_place or self.attends_on_host and step.decodes)
@@ -268,7 +271,7 @@ class StepMaker:
     def _window_masks(
         self, step: MiniBatchStep, columns_BT: np.ndarray, hidden_BT: np.ndarray | None
     ) -> dict[int, torch.Tensor]:
-        """Return ``StepTensors.window_masks``, of the windows that hide something."""
+        """Return ``StepTensors.window_masks``, for windows that hide tokens."""
         masks = {}
         for window in self.windows:
             outside = columns_BT <= step.context[:, None] - window
@@ -285,7 +288,7 @@ class StepMaker:
         return WindowPositions(self._copy(positions[:, step.recomputed_width :]), self._copy(columns_BT), tuple(common))
 
     def rotation_at(self, positions: np.ndarray) -> Rotation | None:
-        """Return cosines and sines at these positions, flat; None without rotary positions."""
+        """Return cosines and sines at these positions, flattened; None for models without rotary positions."""
         return self._rotation(self._copy(positions.reshape(-1)))
 
     def _rotation(self, positions: torch.Tensor) -> Rotation | None:
@@ -298,7 +301,9 @@ class StepMaker:
         """Return the arrays of a ``StorePlace``, by name."""
         arrays = {"blocks": store.blocks, "offsets": store.offsets} if store.tier == "device" else {}
         if len(store.rows) < len(step.requests) * step.computed_width:
-            request, token = np.divmod(store.rows, step.width)  # from the grid of new tokens to that of computed ones
+            request, token = np.divmod(
+                store.rows, step.width
+            )  # convert from rows of new tokens to rows of computed tokens
             arrays["rows"] = request * step.computed_width + step.recomputed_width + token
         return arrays
 

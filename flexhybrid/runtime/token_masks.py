@@ -1,8 +1,8 @@
-"""Masks of the tokens that grammars allow, made on the host while the device computes.
+"""Make masks of the tokens that grammars allow, on the host while the device computes.
 
-A request's next mask depends on its latest token. When that reaches the host (``store_out``), a separate thread
-advances the grammar and makes the mask during the next pass through the layers. ``sample`` waits for it on the compute
-lane's thread; a GPU then has that pass queued. Requests without a grammar do not wait.
+A request's next mask depends on its latest token. When the token reaches the host (``store_out``), a separate thread
+advances the grammar and makes the mask, during the next pass through the layers. ``sample`` waits for the mask on the
+compute lane's thread. By then a GPU has the whole pass in its queue. Requests without a grammar do not wait.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ import torch
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.runtime.step_tensors import to_device
 
-BITS = 32  #: of a mask's word
+BITS = 32  #: number of bits in a word of a mask
 
 
 class Grammar(Protocol):
-    """Which tokens may come in an answer."""
+    """Decides which tokens are allowed next in an answer."""
 
     def begin(self) -> Grammar:
-        """Return the beginning of another answer."""
+        """Return the grammar at the beginning of a new answer."""
         ...
 
     def fill(self, words: np.ndarray) -> None:
-        """Set bit t % 32 of word t // 32 (int32) where token t may come next."""
+        """Set bit t % 32 of word t // 32 (int32) for each token t that is allowed next."""
 
     def advance(self, token: int) -> None:
-        """Take the token that came."""
+        """Take the answer's next token."""
 
 
 class TokenMasks:
-    """The grammars of requests that run, each where its answer is, and the masks of their next tokens."""
+    """The grammars of running requests, and the masks of their next tokens."""
 
     def __init__(self, vocab: int, device: torch.device):
-        self._grammars: dict[int, Grammar] = {}  # the answers so far, by request
+        self._grammars: dict[int, Grammar] = {}  # by request, advanced to the end of its answer
         self._vocab, self._device, self._failed = vocab, device, False
         self._worker: ThreadPoolExecutor | None = None
-        self._masks: dict[int, Future] = {}  # by request: the words of its next mask
+        self._masks: dict[int, Future] = {}  # request -> words of its next mask
         self._shifts = torch.arange(BITS, dtype=torch.int32, device=device)
-        self.errors: dict[int, str] = {}  #: by request, what its grammar has raised: from then on any token may come
-        self.finished: deque[int] = deque()  #: requests that need no mask any more; any thread may add to it
+        self.errors: dict[int, str] = {}  #: request -> error of its grammar; all tokens are allowed from then on
+        self.finished: deque[int] = deque()  #: requests that need no more masks; any thread may append
 
     def begin(
         self, step: MiniBatchStep, grammars: Sequence[Grammar | None], answers: Mapping[int, Sequence[int]]
     ) -> None:
-        """Make the first masks as the prompts of a step begin; ``grammars`` [B]: of its requests.
+        """Start to make the first masks of a step's requests. ``grammars`` [B]: theirs, or None.
 
-        ``answers``: tokens of requests so far, also from an earlier batch.
+        ``answers``: the requests' tokens so far, also from an earlier batch.
         """
         for request, grammar in zip(step.queued.tolist(), grammars, strict=True):
             if grammar is None or request in self._masks:
@@ -68,14 +68,14 @@ class TokenMasks:
                 kept.pop(request, None)
 
     def masked(self, step: MiniBatchStep, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Return the logits with -inf for forbidden tokens; the same tensor without a grammar. Waits for the masks."""
+        """Wait for the masks; return logits with -inf for forbidden tokens (the same tensor, without grammars)."""
         if self._worker is None:
             return logits_BV
         rows = [row for row, request in enumerate(step.queued.tolist()) if request in self._grammars]
         if not rows:
             return logits_BV
         words = np.stack([self._masks[request].result() for request in step.queued[rows].tolist()])
-        for request in step.queued[rows].tolist():  # of the token after this one
+        for request in step.queued[rows].tolist():  # the mask of the next token
             self._masks[request] = Future()
             if self._failed:
                 self._masks[request].cancel()
@@ -87,8 +87,10 @@ class TokenMasks:
         return masked
 
     def advance(self, step: MiniBatchStep, tokens: torch.Tensor) -> None:
-        """Have the next masks made, once the new ``tokens`` [B] of the device are on the host. The calling thread's
-        stream brings them."""
+        """Start to make the next masks when the new ``tokens`` [B] of the device reach the host.
+
+        The calling thread's current stream copies them.
+        """
         if self._worker is None:
             return
         rows = [(row, request) for row, request in enumerate(step.queued.tolist()) if request in self._grammars]
@@ -96,11 +98,11 @@ class TokenMasks:
             return
         read: Callable[[int], int] = tokens.tolist().__getitem__ if tokens.device.type == "cpu" else _Copy(tokens)
         for row, request in rows:
-            if mask := self._masks.get(request):  # it may have finished meanwhile
+            if mask := self._masks.get(request):  # the request may have finished
                 self._worker.submit(self._make, mask, request, lambda row=row: (read(row),))
 
     def _make(self, mask: Future, request: int, tokens: Callable[[], Iterable[int]], begins: bool = False) -> None:
-        """Advance a grammar and make its next mask; ``tokens`` waits for new ones."""
+        """Advance a request's grammar by new tokens (``tokens`` waits for them) and make its next mask."""
         if not mask.set_running_or_notify_cancel():
             return
         words = np.zeros(-(-self._vocab // BITS), dtype=np.int32)
@@ -110,20 +112,20 @@ class TokenMasks:
             for token in tokens():
                 self._grammars[request].advance(token)
             self._grammars[request].fill(words)
-        except Exception as error:  # a Rust library raises what it likes; the other requests go on
+        except Exception as error:  # a grammar library may raise any error; other requests continue
             self.errors.setdefault(request, " ".join(str(error).split()) or type(error).__name__)
             words[:] = -1
         mask.set_result(words)
 
     def abort(self) -> None:
-        """Release all waiting threads: a lane failed."""
+        """Release all waiting threads, because a lane has failed."""
         self._failed = True
         for mask in list(self._masks.values()):
             mask.cancel()
 
 
 class _Copy:
-    """Tokens [B] on their way to the host; calling it waits for one."""
+    """Copies tokens [B] to the host. A call waits for the copy and returns a token."""
 
     def __init__(self, tokens: torch.Tensor):
         self._copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)

@@ -16,7 +16,7 @@ from flexhybrid.core.problem import AttentionPaths, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.storage.device_memory import SETTINGS, allow_expandable_segments
+from flexhybrid.runtime.storage.weights import SETTINGS, allow_expandable_segments
 
 IN_PLACE = AttentionPaths("fused", "flash", "fused", in_place=True)
 

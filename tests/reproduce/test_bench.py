@@ -21,9 +21,9 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import Bench, PolicyRun
 from flexhybrid.resolve import PacedDevice
+from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
-from flexhybrid.runtime.threads import torch_threads
 from sim.presets import hybrid
 
 SHAPE = ModelShape("opt-tiny", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,

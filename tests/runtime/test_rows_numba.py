@@ -15,7 +15,7 @@ from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.kernels import quantize as plain
 from flexhybrid.runtime.kernels.compiled import spread
 from flexhybrid.runtime.kernels.quantize import LIMIT, limit, packed_bytes, row_unit
-from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.runtime.verbs.moving import put_heads, put_tokens, take_rows
 
 kernels = pytest.importorskip("flexhybrid.runtime.kernels.rows_numba", reason="numba is not installed")

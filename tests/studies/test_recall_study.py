@@ -16,7 +16,7 @@ from experiments.reproduce.infinigen.recall import bound, most_held, most_right
 from experiments.studies import recall_study
 from experiments.studies import recall_texts as recall
 from experiments.studies.recall_texts import Sizes
-from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.runtime.process_settings import torch_threads
 
 SMALL = Sizes(facts=24, filler=15, queries=12)  # 64 tokens of a prompt: four blocks
 

@@ -33,7 +33,7 @@ from flexhybrid.jobs.options import AccuracyOptions
 from flexhybrid.jobs.paths import check_writable
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.llm import LLM
-from flexhybrid.runtime.threads import threads_for, torch_threads
+from flexhybrid.runtime.process_settings import threads_for, torch_threads
 from flexhybrid.scoring import Score, score
 from sim.presets import resident
 

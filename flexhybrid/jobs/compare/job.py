@@ -41,9 +41,9 @@ from flexhybrid.jobs.profile.job import PARTS, measure_hardware, profile_steps
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.llm import LLM
 from flexhybrid.requests import load_tokenizer
+from flexhybrid.runtime.process_settings import threads_for, torch_threads
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
-from flexhybrid.runtime.threads import threads_for, torch_threads
 from flexhybrid.sampling_params import SamplingParams
 from policy_search.fit import fit_report
 from policy_search.papers.algorithm1 import BALANCES, host_blocks, layer_times, share_for_batch

@@ -1,4 +1,4 @@
-"""Architectures that the executor runs. Each is a file of pure layer functions and a map of weight names."""
+"""The architectures with layer functions of their own. Each is a file of pure functions and a map of weight names."""
 
 from types import ModuleType
 
@@ -10,7 +10,7 @@ ARCHITECTURES: dict[str, ModuleType] = {"opt": opt, "llama": llama}
 
 
 def architecture(shape: ModelShape) -> ModuleType:
-    """Return the module of a shape's family; raise InputError without one."""
+    """Return the module of a shape's family. Raise InputError if there is none."""
     if shape.family not in ARCHITECTURES:
         raise InputError(
             f"model {shape.name}: the executor cannot run the {shape.family} family; it runs {', '.join(ARCHITECTURES)}"

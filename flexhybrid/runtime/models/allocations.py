@@ -1,4 +1,4 @@
-"""Peak memory of a layer's tensors, counted on the meta device, where they have sizes but no memory."""
+"""Count the peak memory of a function's tensors on the meta device, where tensors have sizes but no memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexhybrid.runtime.models.latent import tensors_in
 
 
 class _Counted(TorchDispatchMode):
-    """Counts the live bytes of memory made while it is active."""
+    """Counts the bytes of tensors that are made while it is active and still exist."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class _Counted(TorchDispatchMode):
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """Return the most bytes at a time of the tensors that a function makes."""
+    """Return the peak bytes of the tensors that a function makes."""
     with _Counted() as counted:
         result = function()
     del result

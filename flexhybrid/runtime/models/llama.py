@@ -1,10 +1,9 @@
-"""Llama and models built like it (Mistral, Qwen2, Qwen3, Phi-3) as functions on tensors, and the names of their
-weights.
+"""Llama and similar models (Mistral, Qwen2, Qwen3, Phi-3) as functions on tensors, and the names of their weights.
 
 Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core.model.layout) to its row parts, because
-a matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' LlamaForCausalLM.
-Between projection and attention the executor norms queries and keys head by head (``ModelShape.qk_norm``) and rotates
-them (flexhybrid.runtime.kernels: norms, rotary).
+a matrix may be partly resident and partly streamed. All functions compute the same as transformers' LlamaForCausalLM.
+Between projection and attention, the executor norms the queries and keys of each head (``ModelShape.qk_norm``) and
+rotates them (flexhybrid.runtime.kernels: norms, rotary).
 """
 
 import torch
@@ -14,12 +13,12 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.kernels.norms import add_and_norm_, gate_, rms_norm
 from flexhybrid.runtime.storage.parts import Parts, add_linear_, linear
 
-#: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
+#: Possible prefixes of "layers." and "embed_tokens" in a checkpoint.
 PREFIXES = ("model.", "")
 
 
 def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
-    """Return {layout name: the checkpoint's tensors, stacked by rows: keys, then values, then queries}."""
+    """Return {layout name: checkpoint tensors, stacked by rows in this order}."""
     projections = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj")
     tensors: dict[str, tuple[str, ...]] = {
         "norm1.weight": ("input_layernorm.weight",),
@@ -38,8 +37,7 @@ def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
 
 
 def packed_tensors(shape: ModelShape) -> dict[str, dict[str, int]]:
-    """Return {tensor of a layer of Phi-3's checkpoints: {the tensors of ``layer_tensors`` in it: their rows}}, in the
-    order of the rows."""
+    """Return {joined tensor in a layer of Phi-3's checkpoints: {its parts, as in ``layer_tensors``: their rows}}."""
     qkv = {"q": shape.query_width, "k": shape.kv_width // 2, "v": shape.kv_width // 2}
     return {
         "self_attn.qkv_proj.weight": {f"self_attn.{name}_proj.weight": rows for name, rows in qkv.items()},
@@ -48,7 +46,7 @@ def packed_tensors(shape: ModelShape) -> dict[str, dict[str, int]]:
 
 
 def outer_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return {name behind the prefix: shape} of the tensors outside the layers. ``lm_head.weight`` takes no prefix."""
+    """Return {name without prefix: shape} of the tensors outside the layers. ``lm_head.weight`` has no prefix."""
     tensors: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (shape.vocab, shape.hidden),
         "norm.weight": (shape.hidden,),
@@ -59,7 +57,7 @@ def outer_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def embed(shape: ModelShape, outer: dict[str, torch.Tensor], tokens: torch.Tensor, positions: torch.Tensor):
-    """Token ids [R] -> hidden states [R, h]. Positions enter later, by rotation."""
+    """Return the hidden states [R, h] of token ids [R]. Positions are used later, for rotation."""
     return F.embedding(tokens, outer["embed_tokens.weight"])
 
 
@@ -69,8 +67,10 @@ def attention_input(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Ten
 
 
 def finish(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """Output projection and gated feed-forward with their residuals, in place of the hidden states [R, h]; return
-    them. ``attended`` is [R, H·d]."""
+    """Apply output projection and gated feed-forward to hidden states [R, h] in place; return them.
+
+    ``attended``: attention's output [R, H·d].
+    """
     projected = linear(attended, w["o.weight"], None)
     inner = add_and_norm_(hidden_Rh, projected, w["norm2.weight"][0], shape.norm_eps)
     gated = gate_(linear(inner, w["gate.weight"], None), linear(inner, w["up.weight"], None))
@@ -78,6 +78,6 @@ def finish(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor, atte
 
 
 def head(shape: ModelShape, outer: dict[str, torch.Tensor], hidden_Bh: torch.Tensor) -> torch.Tensor:
-    """Final norm and output head: [B, h] -> logits [B, vocab]."""
+    """Apply the final norm and the output head to [B, h]; return logits [B, vocab]."""
     hidden_Bh = rms_norm(hidden_Bh, outer["norm.weight"], shape.norm_eps)
     return F.linear(hidden_Bh, outer.get("lm_head.weight", outer["embed_tokens.weight"]))

@@ -1,8 +1,8 @@
-"""Any decoder of transformers on the executor: its own layers with our memory, order and attention.
+"""Run any transformers decoder on the executor: transformers' layers, with our memory, schedule and attention.
 
-``ModulePath`` runs the verbs embed, project, kv_gen, finish and head for models without a hand-written file
-(``flexhybrid.runtime.models.llama``, ``opt``). transformers defines the layers (``empty_model``), the plan their bytes'
-places.
+``ModulePath`` does the verbs embed, project, kv_gen, finish and head for models without functions of their own
+(``flexhybrid.runtime.models.llama``, ``opt``). transformers defines the layers (``empty_model``); the plan places their
+bytes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from flexhybrid.runtime.models.states import LayerRun, RecurrentLayers, RowGroup
 from flexhybrid.runtime.models.transformer import DTYPE, AttentionCall, LayerCall, Layers, Pending, call_directly
 from flexhybrid.runtime.process_settings import float32_default
 
-Held = Sequence[torch.Tensor] | None  #: states of a step's requests in a layer, [B, …] each
+Held = Sequence[torch.Tensor] | None  #: tensors [B, …] of the states of a step's requests in a layer
 
 
 class Slot(NamedTuple):
-    """A place of a module's parameter."""
+    """Where a module stores a parameter."""
 
     module: torch.nn.Module
     key: str
 
 
 class ModulePath:
-    """A model's layers, run one at a time. Verbs of the compute lane alone call it."""
+    """Runs a model's layers one at a time. Only verbs of the compute lane use it."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device):
         if shape.modules is None:
@@ -44,36 +44,35 @@ class ModulePath:
         self.layers = Layers(self.model)
         self.slots = [_slots(layer, fact.lent) for layer, fact in zip(self.layers.layers, self.facts, strict=True)]
         self.sizes = [{t.name: t.size for t in shape.modules.kinds[kind]} for kind in shape.modules.kind_of]
-        self.act = [  # by layer; None of one without keys and values of its own
+        self.act = [  # by layer; None if the layer makes no keys and values
             ActRows(fact.attention.module, fact.attention.kv_gen, shape.hidden)
             if fact.attention and fact.source is None
             else None
             for fact in self.facts
         ]
         self.recurrent = RecurrentLayers(self.layers, [fact.state for fact in self.facts])
-        self._groups: dict[Any, list[RowGroup]] = {}  # by step: requests that recurrent layers take together
-        self._in_place: dict[int, Any] = {}  # by layer: the views that its parameters are
-        self.calls: dict[Any, list[LayerCall]] = {}  #: by step: how the model calls its layers
-        self._rest: dict[Any, tuple[int, Any]] = {}  # by step: the rows of a forward that waits for its end, and it
+        self._groups: dict[Any, list[RowGroup]] = {}  # step -> requests that run together in recurrent layers
+        self._in_place: dict[int, Any] = {}  # layer -> the views that its parameters are set to
+        self.calls: dict[Any, list[LayerCall]] = {}  #: step -> calls of the model's layers
+        self._rest: dict[Any, tuple[int, Any]] = {}  # step -> number of rows, and rest, of its interrupted forward
         self._calls_at: dict[Any, tuple[torch.Tensor, list[LayerCall]]] = {}
-        self._pending: dict[int, tuple[Pending | None, AttentionCall]] = {}  # by slot; None: ``recurrent`` has it
+        self._pending: dict[int, tuple[Pending | None, AttentionCall]] = {}  # by slot; None: in ``recurrent``
 
     # ---- weights
 
     def stays_float32(self, name: str) -> bool:
-        """Return whether a tensor outside the layers' parameters is float32 at any compute dtype, as in transformers:
-        biases that choose experts."""
+        """Return whether a tensor outside the layers is float32 at any compute dtype (biases that choose experts)."""
         kept = self.model._keep_in_fp32_modules_strict or ()
         return any(part in name for part in kept)
 
     def place_outer(self, outer: Mapping[str, torch.Tensor]) -> None:
-        """Put tensors outside the layers into their modules; make the buffers that no checkpoint holds."""
+        """Put the tensors outside the layers into their modules, and make the buffers that no checkpoint has."""
         own = self.model.state_dict(keep_vars=True)
         by_id = {id(own[name]): tensor for name, tensor in outer.items()}
-        made: set[str] = set()  # modules with such buffers, and the enclosing ones, which may fill them
+        made: set[str] = set()  # modules with such buffers, and their parents, which may fill these
         for path, module in self.model.named_modules():
             for key in [key for key, value in vars(module).items() if getattr(value, "is_meta", False)]:
-                delattr(module, key)  # what a forward without memory kept (the angles of longrope) is made again
+                delattr(module, key)  # tensors stored by a forward on the meta device (angles of longrope)
             unknown = [k for k, b in module._buffers.items() if b is not None and b.is_meta and id(b) not in by_id]
             for key in unknown:
                 buffer: Any = module._buffers[key]
@@ -84,7 +83,7 @@ class ModulePath:
         filled = {module for path, module in self.model.named_modules() if path in made}
         with float32_default():
             for module, owner in _owned(self.model, self.model):
-                if module in filled:  # its parameters are on the meta device still
+                if module in filled:  # its parameters are still on the meta device
                     owner._init_weights(module)
         for module in self.model.modules():
             for places in (module._parameters, module._buffers):
@@ -99,7 +98,7 @@ class ModulePath:
             return
         for name, (module, key) in self.slots[layer].items():
             (part,) = views[name]
-            parameters: dict[str, Any] = module._parameters  # a plain tensor serves as well
+            parameters: dict[str, Any] = module._parameters  # tensors need not be torch Parameters
             parameters[key] = vars(module)[key] = part.view(self.sizes[layer][name])
         self._in_place[layer] = views
 
@@ -113,10 +112,10 @@ class ModulePath:
         waits: bool = False,
         new_tokens: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Return the first hidden states [R, h] of a step; note how the model calls its layers in it.
+        """Return the first hidden states [R, h] of a step, and store the calls of its layers.
 
-        ``waits``: the step's ``head`` gets all its rows, and goes on with this forward. ``new_tokens`` [B]: of each
-        request, in a grid as wide as the longest; recurrent layers need it.
+        ``waits``: the step's ``head`` gets all its rows, and resumes this forward. ``new_tokens`` [B]: number of each
+        request's new tokens, for recurrent layers; the maximum is the grid's width.
         """
         hidden, self.calls[step], rest = self.layers.embed(ids, positions)
         self._rest.pop(step, None)
@@ -129,15 +128,15 @@ class ModulePath:
     def project(
         self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views, held: Held = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer up to its attention: return the rows [R, keys | values | queries], and the content of ACT blocks
-        if the layer makes its own keys and values.
+        """Run a layer up to its attention; return the rows [R, keys | values | queries] and the rows for ACT blocks.
 
-        ``held``: for a layer with a state, the states of the step's requests; None without any yet.
+        The latter are empty if the layer borrows keys and values. ``held``: states of the step's requests; None: no
+        states yet, or a layer without one.
         """
         self._place(layer, views)
         fact, rows_of, call = self._attention(layer), self.act[layer], self.calls[step][layer]
         if self.shape.lending and layer == self.shape.num_layers - 1:
-            del self.calls[step]  # they hold what layers lend
+            del self.calls[step]  # they hold lent keys and values
         if rows_of is None or self.facts[layer].state is None:
             pending = self.layers.begin(layer, self.layers.states_of(hidden_Rh), call)
             made = pending.call
@@ -160,35 +159,34 @@ class ModulePath:
         return kvq, act
 
     def _attention(self, layer: int) -> AttentionFacts:
-        """Return the attention of a layer. Raise ValueError without any."""
+        """Return the attention of a layer. Raise ValueError if it has none."""
         fact = self.facts[layer].attention
         if fact is None:
             raise ValueError(f"layer {layer} does not attend")
         return fact
 
     def run(self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views, held: Held = None) -> torch.Tensor:
-        """Run a layer that does not attend: the next layer's hidden states [R, h]. ``held`` as in ``project``."""
+        """Run a layer that does not attend; return the next layer's hidden states [R, h]. ``held``: see ``project``."""
         self._place(layer, views)
         call = self.calls[step][layer]
         return self.recurrent.run(LayerRun(slot, layer, hidden_Rh, call, self._groups[step], held))
 
     def left(self, slot: int, layer: int) -> list[tuple[RowGroup, list[torch.Tensor]]]:
-        """Return the states [batch, …] that a finished layer has left, by groups of the step's requests."""
+        """Return the states [batch, …] that a finished layer wrote, by group of the step's requests."""
         return self.recurrent.left(slot, layer)
 
     def sinks(self, slot: int) -> torch.Tensor:
-        """Return the score of each head's sink [H], of the layer that waits in a slot for its attention."""
+        """Return the score of each head's sink [H], for the layer whose attention runs in a slot."""
         return self._pending[slot][1].options["s_aux"]
 
     def _heads(self, rows: torch.Tensor, num_queries: int = 0) -> tuple[torch.Tensor, ...]:
-        """Return views of rows [R, (2·G + H)·d] head by head: keys and values [1, G, R, d], queries [1, H, R, d]."""
+        """Return views of rows [R, (2·G + H)·d]: keys and values [1, G, R, d], queries [1, H, R, d]."""
         heads = rows.view(1, len(rows), -1, self.shape.head_dim).transpose(1, 2)
         groups = self.shape.num_kv_heads
         return heads.split((groups, groups, num_queries), 1)
 
     def calls_at(self, step: Any, positions: torch.Tensor, least: int) -> list[LayerCall]:
-        """Return how the model calls its layers for tokens at these positions, of a step, and for padding up to
-        ``least`` of them."""
+        """Return the calls of a step's layers for tokens at these positions, padded to at least ``least`` tokens."""
         known, calls = self._calls_at.get(step, (None, []))
         if known is not positions:
             padded = torch.cat([positions, positions.new_zeros(max(0, least - len(positions)))])
@@ -197,9 +195,10 @@ class ModulePath:
         return calls
 
     def generate(self, layer: int, act_rows: torch.Tensor, calls: list[LayerCall], views, out: torch.Tensor) -> None:
-        """Recompute keys and values [n, 2·G·d] of ACT rows [n, width]: the attention module up to its attention.
-        Borrowed ones are recomputed by the lender's module, whose parameters for that are on the device
-        (``LayerFacts.lent``)."""
+        """Recompute keys and values, ``out`` [n, 2·G·d], from ACT rows [n, width], by the attention module.
+
+        Borrowed ones are recomputed by the lender's module; its parameters are on the device (``LayerFacts.lent``).
+        """
         self._place(layer, views)
         layer = self.shape.source_of(layer)
         fact, rows_of = self._attention(layer), self.act[layer]
@@ -208,12 +207,12 @@ class ModulePath:
         args = tuple(_resolved(argument, calls[layer]) for argument in fact.args)
         kwargs = {name: _resolved(argument, calls[layer]) for name, argument in fact.kwargs.items()}
         call = rows_of.keys_and_values(act_rows, args, kwargs)
-        keys, values, _ = self._heads(out)  # columns behind a shorter head are zeros
+        keys, values, _ = self._heads(out)  # columns after a shorter head are zeros
         keys[..., : fact.key_dim].copy_(call.key)
         values[..., : fact.value_dim].copy_(call.value)
 
     def finish(self, slot: int, layer: int, attended: torch.Tensor) -> torch.Tensor:
-        """Run the rest of a layer: [R, H·d] -> the next layer's hidden states [R, h]."""
+        """Run the rest of a layer after its attention [R, H·d]; return the next layer's hidden states [R, h]."""
         (pending, _), fact = self._pending.pop(slot), self._attention(layer)
         heads = attended.view(1, len(attended), self.shape.num_heads, self.shape.head_dim)[..., : fact.value_dim]
         if pending is None:
@@ -221,13 +220,13 @@ class ModulePath:
         return self.layers.rows_of(self.layers.finish(pending, heads))
 
     def head(self, hidden_Bh: torch.Tensor, step: Any = None) -> torch.Tensor:
-        """Return logits [B, vocab]. ``step``: of which these are the last hidden states."""
+        """Return logits [B, vocab] of last hidden states. ``step``: resume its forward, if it waits for these rows."""
         rows, rest = self._rest.pop(step, (0, None))
         return self.layers.head(hidden_Bh, rest if rows == len(hidden_Bh) else None)
 
 
 def _owned(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each module, outer ones first, with the innermost model that it belongs to."""
+    """Yield each module, parents first, with the innermost transformers model that it belongs to."""
     owner = module if hasattr(module, "_init_weights") else owner
     yield module, owner
     for part in module.children():
@@ -235,7 +234,7 @@ def _owned(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _slots(layer: torch.nn.Module, outside: frozenset[str]) -> dict[str, Slot]:
-    """Return the places of a layer's parameters, except those whose tensors are ``outside``."""
+    """Return {name: place} of a layer's parameters, except those with tensors ``outside`` of the layer."""
     slots = {
         f"{path}.{key}" if path else key: Slot(module, key)
         for path, module in layer.named_modules()
@@ -253,4 +252,4 @@ def _resolved(argument: Argument, call: LayerCall):
     value: Any = call.args if kind == "args" else call.kwargs
     for key in path:
         value = value[key]
-    return copy(value) if isinstance(value, MutableMapping) else value  # what is lent in it stays that of the step
+    return copy(value) if isinstance(value, MutableMapping) else value  # the step's call keeps its own entries

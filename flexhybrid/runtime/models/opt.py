@@ -1,7 +1,7 @@
 """OPT as functions on tensors, and the names of its weights in a checkpoint.
 
 Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core.model.layout) to its row parts, because
-a matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' OPTForCausalLM.
+a matrix may be partly resident and partly streamed. All functions compute the same as transformers' OPTForCausalLM.
 """
 
 import torch
@@ -11,12 +11,12 @@ from flexhybrid.core.model.shape import OPT_POSITION_OFFSET, ModelShape
 from flexhybrid.runtime.kernels.norms import add_and_layer_norm_
 from flexhybrid.runtime.storage.parts import Parts, add_linear_, linear, linear_relu
 
-#: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
+#: Possible prefixes of "layers." and "embed_tokens" in a checkpoint.
 PREFIXES = ("model.decoder.", "decoder.", "")
 
 
 def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
-    """Return {layout name: the checkpoint's tensors, stacked by rows: keys, then values, then queries}."""
+    """Return {layout name: checkpoint tensors, stacked by rows in this order}."""
     return {
         "norm1.weight": ("self_attn_layer_norm.weight",),
         "norm1.bias": ("self_attn_layer_norm.bias",),
@@ -34,7 +34,7 @@ def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
 
 
 def outer_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return {name behind the prefix: shape} of the tensors outside the layers. ``lm_head.weight`` takes no prefix."""
+    """Return {name without prefix: shape} of the tensors outside the layers. ``lm_head.weight`` has no prefix."""
     width = shape.embed_dim or shape.hidden
     tensors: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (shape.vocab, width),
@@ -50,7 +50,7 @@ def outer_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def embed(shape: ModelShape, outer: dict[str, torch.Tensor], tokens: torch.Tensor, positions: torch.Tensor):
-    """Token ids and positions, both [R] -> hidden states [R, h]."""
+    """Return the hidden states [R, h] of token ids and positions, both [R]."""
     hidden_Rh = F.embedding(tokens, outer["embed_tokens.weight"])
     if "project_in.weight" in outer:
         hidden_Rh = F.linear(hidden_Rh, outer["project_in.weight"])
@@ -60,7 +60,7 @@ def embed(shape: ModelShape, outer: dict[str, torch.Tensor], tokens: torch.Tenso
 def attention_input(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor) -> torch.Tensor:
     """Return the input of the query, key and value projections, which ACT blocks store: [R, h].
 
-    OPT-350m normalises after attention instead of before it: there the input is the hidden state itself.
+    OPT-350m normalises after attention instead of before it, so its input is the hidden state itself.
     """
     if not shape.pre_norm:
         return hidden_Rh
@@ -68,9 +68,9 @@ def attention_input(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Ten
 
 
 def finish(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """Output projection and feed-forward network with their residuals: [R, h] -> [R, h]; ``attended`` is [R, H·d]."""
+    """Apply output projection and feed-forward to hidden states [R, h]. ``attended``: attention's output [R, H·d]."""
     projected = linear(attended, w["o.weight"], w["o.bias"][0])
-    if shape.pre_norm and hidden_Rh.is_cuda:  # in place of the hidden states: three kernels
+    if shape.pre_norm and hidden_Rh.is_cuda:  # three kernels, in place
         norm = w["norm2.weight"][0], w["norm2.bias"][0]
         inner = add_and_layer_norm_(hidden_Rh, projected, norm, shape.norm_eps, w["down.bias"][0])
         return add_linear_(hidden_Rh, linear_relu(inner, w["up.weight"], w["up.bias"][0]), w["down.weight"])
@@ -84,7 +84,7 @@ def finish(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor, atte
 
 
 def head(shape: ModelShape, outer: dict[str, torch.Tensor], hidden_Bh: torch.Tensor) -> torch.Tensor:
-    """Final norm and output head: [B, h] -> logits [B, vocab]."""
+    """Apply the final norm and the output head to [B, h]; return logits [B, vocab]."""
     if shape.pre_norm:
         hidden_Bh = F.layer_norm(
             hidden_Bh, (shape.hidden,), outer["final_layer_norm.weight"], outer["final_layer_norm.bias"], shape.norm_eps

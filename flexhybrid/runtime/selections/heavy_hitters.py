@@ -1,9 +1,9 @@
-"""H2O's cache (Zhang et al. 2023): each head keeps the newest tokens and those that got the most attention so far.
+"""H2O's cache (Zhang et al. 2023): each head keeps the newest tokens, and those with the most attention so far.
 
-A request keeps a fixed number K of places, dealt to the pools as a context of K tokens is. Half of them are for the
-newest tokens, the others for those with the largest sums of attention weights. Every key/value head chooses for itself;
-the query heads of a group add their weights. After the prompt the best K tokens are kept; then each new token takes the
-place of the worst token that is not among the newest, in the pool that the plan names.
+A request has a fixed number K of places, divided among the pools like a context of K tokens. Half of them are for the
+newest tokens, the others for the tokens with the largest sums of attention weights. Every key/value head chooses
+separately; the weights of a group's query heads are added. After the prompt, the best K tokens are kept. Then each new
+token replaces the worst token that is not among the newest, in the pool that the plan gives.
 
 Shapes: B requests of a mini-batch, N of the wave, G key/value heads, P prompt tokens, K places, T attention columns.
 """
@@ -25,25 +25,25 @@ from flexhybrid.runtime.step_tensors import to_device
 
 
 class StepPlaces(NamedTuple):
-    """What the layers of a decode step need to know of the places."""
+    """The places of a decode step's requests, for all layers."""
 
     requests: torch.Tensor  #: [B]
-    columns: torch.Tensor  #: [K] of the attention weights
-    held: torch.Tensor  #: [B, 1, K]: whether the place holds a token
-    own_entry: torch.Tensor  #: [B, 1, K]: whether it does, in the pool that the plan names for the new token
-    planned: torch.Tensor  #: [B, 1]: the new token's place while some are empty
-    full: torch.Tensor  #: [B, 1]
-    old: torch.Tensor  #: [B, 1, 1]: the last position that is not among the newest
-    position: torch.Tensor  #: [B, 1, 1] of the new token
+    columns: torch.Tensor  #: [K] columns of the places' tokens in the attention weights
+    held: torch.Tensor  #: [B, 1, K] whether a place holds a token
+    own_entry: torch.Tensor  #: [B, 1, K] whether it also belongs to the new token's pool
+    planned: torch.Tensor  #: [B, 1] the new token's place if some are empty
+    full: torch.Tensor  #: [B, 1] whether no place is empty
+    old: torch.Tensor  #: [B, 1, 1] the last position that is not among the newest
+    position: torch.Tensor  #: [B, 1, 1] position of the new token
 
 
 def recent_tokens(step: MiniBatchStep) -> np.ndarray:
-    """Return how many of the places of each request are for the newest tokens, [B]."""
+    """Return the number of places for the newest tokens, for each request [B]."""
     return step.most_kept - step.most_kept // 2
 
 
 class HeavyHitters(SelectionHooks):
-    """Scores and ages of every place, [layer, N, G, K] of the layers that drop tokens, and where places are."""
+    """Scores and positions of the tokens in all places, [layer, N, G, K] for the layers that drop tokens."""
 
     def __init__(self, wave: Wave, device: torch.device):
         super().__init__()
@@ -54,13 +54,13 @@ class HeavyHitters(SelectionHooks):
         self.first = num_keeping(selection, wave.shape.num_layers)  # the first layer that drops tokens
         size = (wave.shape.num_layers - self.first, workload.num_requests, wave.shape.num_kv_heads, num_places)
         self.scores = torch.zeros(size, dtype=torch.float32, device=device)
-        self.born = torch.zeros(size, dtype=torch.int32, device=device)  # positions of the tokens that the places hold
+        self.born = torch.zeros(size, dtype=torch.int32, device=device)  # positions of the places' tokens
         places = np.arange(num_places)
         self.entry_of = wave.entries.entry_of(places)
-        self.slot_of = wave.entries.stored(places)[places, self.entry_of]  # in the request's extent of its entry
+        self.slot_of = wave.entries.stored(places)[places, self.entry_of]  # place among the places of its entry
         self.slots = to_device(self.slot_of, device)
         self.weights_BGT = torch.empty(0, dtype=torch.float32)  #: attention weights of the new tokens by group
-        self._step_places: dict[int, StepPlaces] = {}  #: of the decode step of each mini-batch
+        self._step_places: dict[int, StepPlaces] = {}  #: by mini-batch, of its decode step
 
     # ---- hooks
 
@@ -69,7 +69,7 @@ class HeavyHitters(SelectionHooks):
             self._step_places[step.mini_batch] = self._look_up(step)
 
     def stages_rows(self, step: MiniBatchStep) -> bool:
-        """After a prompt, ``rank`` stages the rows that stay."""
+        """After a prompt, ``rank`` stages the rows that are kept."""
         return step.whole or not step.prefill
 
     def weighs(self, task: Task) -> bool:
@@ -87,7 +87,7 @@ class HeavyHitters(SelectionHooks):
         self, layer: int, step: MiniBatchStep, queries_BPHd: torch.Tensor, keys_BPGd: torch.Tensor
     ) -> torch.Tensor:
         """Return positions [B, G, K] of the tokens to keep, in ascending order; padding repeats the last one."""
-        # the attention that each token of the prompt got from all of them
+        # attention weights that each token of the prompt gets from all of its tokens
         sums_BGP = attention_sums(queries_BPHd, keys_BPGd, to_device(step.new_tokens, self.device))
         lengths = self._column(step.new_tokens)
         kept, recent = (
@@ -108,10 +108,9 @@ class HeavyHitters(SelectionHooks):
         return chosen
 
     def after_token(self, layer: int, step: MiniBatchStep, slot: int) -> None:
-        """Add up the attention that every token got, and set ``places`` [B, G] for the new tokens, in the extents of
-        the cache entries that the plan names.
+        """Add the attention weights of every token to its score, and set ``places`` [B, G] for the new tokens.
 
-        Columns of ``weights_BGT`` are the segments' tokens, one segment after the other, then the new token itself.
+        Columns of ``weights_BGT`` are the segments' tokens, one segment after another, then the new token.
         """
         at, weights_BGT = self._step_places[step.mini_batch], self.weights_BGT
         layer -= self.first
@@ -141,12 +140,11 @@ class HeavyHitters(SelectionHooks):
         )
 
     def column_positions(self, layer: int, step: MiniBatchStep) -> torch.Tensor:
-        """Return the position of the token in each column of a decode step's attention buffer, [B, G, T], as it is
-        before ``after_token``; -1 for padding."""
+        """Return each attention column's token position, [B, G, T], before ``after_token``; -1 for padding."""
         columns, held = self._columns(step)
         born = self.born[layer - self.first, to_device(step.requests, self.device)].long()
         positions = born.new_full((*born.shape[:2], step.attention_tokens), -1)
-        # A place that a request does not hold shares a column with one that another request holds: do not write it.
+        # An empty place may share a column with a held one: write to the last column instead, which is set below.
         positions.scatter_(-1, columns.where(held, positions.shape[-1] - 1).expand(born.shape), born)
         positions[..., -1] = self._column(step.context)[..., 0]
         return positions
@@ -164,5 +162,5 @@ class HeavyHitters(SelectionHooks):
         return to_device(columns, self.device), to_device(held, self.device)[:, None]
 
     def _column(self, values: np.ndarray) -> torch.Tensor:
-        """[B] -> [B, 1, 1] on the device."""
+        """Copy values [B] to the device as [B, 1, 1]."""
         return to_device(values, self.device)[:, None, None]

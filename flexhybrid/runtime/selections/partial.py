@@ -1,11 +1,11 @@
-"""What a speculative selection guesses attention scores with: a few columns of the keys and of the query weights.
+"""Partial keys and partial query weights: the columns with which a speculative selection guesses attention scores.
 
-After the prompt each layer that chooses picks, for every key/value head, the C columns in which its queries and keys
-are largest, over all requests of the mini-batch (with ``columns`` "request" of each request by itself), and keeps those
-columns of the query weights and of the keys (InfiniGen, Lee et al. 2024, Sec. 4.3). The query heads of a group (GQA)
-share the columns of their key head. Models with rotary positions rotate whole queries before they are skewed
-(``selections.skew``), so all columns of their query weights are used, and only the products are cut to C columns; the
-same holds where requests have columns of their own.
+After a prompt, each layer that chooses tokens selects C columns for every key/value head: those with the largest
+queries and keys, over all requests of the mini-batch (if ``columns`` is "request", for each request separately). It
+keeps these columns of the query weights and of the keys (InfiniGen, Lee et al. 2024, Sec. 4.3). The query heads of a
+group (GQA) use the columns of their key head. Rotary models rotate whole queries before they are skewed
+(``selections.skew``), so they keep all columns of the query weights, and only the guessed queries are reduced to C
+columns. The same applies if requests have separate columns.
 
 Shapes: B requests of a mini-batch, R rows, H query heads, G key/value heads, r = H/G, d head size, C columns, T cached
 tokens, h hidden.
@@ -28,10 +28,10 @@ from flexhybrid.runtime.storage.weights import Weights
 
 
 class PartialCopies:
-    """Partial query weights and partial keys, in all layers that choose.
+    """Partial query weights and partial keys of all layers that choose tokens.
 
-    ``sections[mini_batch][i]`` are the partial keys of the i-th of those layers, [T, B, G, C] by place: the tokens
-    cached so far are one run of memory. ``kept`` is the number of places of each request.
+    ``sections[mini_batch][i]``: partial keys [T, B, G, C] of the i-th such layer. Places come first, so that the cached
+    tokens are contiguous. ``kept``: number of places of each request.
     """
 
     def __init__(self, wave: Wave, weights: Weights, kept: np.ndarray):
@@ -41,14 +41,14 @@ class PartialCopies:
         self.first_layer = int(first_choosing(selection))
         self.by_request, self.whole = selection.columns == "request", whole_queries(shape, selection)
         num_layers = num_choosing(selection, shape.num_layers)
-        #: all of W_Q is on the device
+        #: whether W_Q is wholly on the device, so that no copy is needed
         first = weights.placed[0]
         self.resident = self.whole and weights.bits == "native" and first.streamed_from >= first.layout.qkv_end
 
         def zeros(*size: int, dtype: torch.dtype = weights.dtype) -> torch.Tensor:
             return torch.zeros(num_layers, *size, dtype=dtype, device=self.device)
 
-        #: by mini-batch, each request's or the shared ones: [layers, B or 1, G, C]
+        #: by mini-batch: columns of each request, or the shared ones: [layers, B or 1, G, C]
         self.columns = [
             zeros(len(group) if self.by_request else 1, self.groups, self.num_columns, dtype=torch.int64)
             for group in wave.mini_batches
@@ -58,7 +58,7 @@ class PartialCopies:
         self.query_weights = zeros(0 if self.resident else copies, rows, shape.hidden)
         self.query_bias = zeros(0 if self.resident else copies, rows)
         self.query_norm = zeros(shape.head_dim if shape.qk_norm else 0)
-        self.skew: torch.Tensor | None = None  #: [layers, G, d, d]; None where it is folded into the weights
+        self.skew: torch.Tensor | None = None  #: [layers, G, d, d]; None: folded into the weights
         if shape.rotary:
             self.skew = zeros(self.groups, shape.head_dim, shape.head_dim)
             for layer, matrices in enumerate(weights.skewing[self.first_layer :]):
@@ -81,8 +81,10 @@ class PartialCopies:
         real_R: torch.Tensor,
         rows_B: torch.Tensor,
     ) -> None:
-        """Choose the columns of a layer by the rows of prompts. Rows that are not ``real_R`` are padding; ``rows_B``:
-        the requests' rows in their mini-batch."""
+        """Choose the columns of a layer by the rows of prompts.
+
+        ``real_R``: False for padding. ``rows_B``: indices of the requests in their mini-batch.
+        """
         queries, keys = queries_RHd, keys_RGd
         if self.skew is not None:
             skew = self.skew[layer - self.first_layer]
@@ -95,7 +97,7 @@ class PartialCopies:
             columns.copy_(choose_columns(queries, keys, real_R, columns.shape))
 
     def keep_query_weights(self, layer: int, mini_batch: int, w: dict[str, Parts]) -> None:
-        """Keep the chosen columns of a layer's query weights, unless they are on the device, and its norm."""
+        """Keep the chosen columns of a layer's query weights, unless these are on the device, and its query norm."""
         shape, first = self.shape, self.shape.kv_width
         if shape.qk_norm:
             self.query_norm[layer - self.first_layer] = w["q_norm.weight"][0]
@@ -118,8 +120,7 @@ class PartialCopies:
         return self.sections[mini_batch][layer - self.first_layer]
 
     def of_keys(self, layer: int, mini_batch: int, keys_RGd: torch.Tensor, rows_B: torch.Tensor) -> torch.Tensor:
-        """Return the chosen columns of keys, [R, G, C], with equal numbers of rows for each of the requests
-        ``rows_B``."""
+        """Return the chosen columns of keys, [R, G, C]. Each of the requests ``rows_B`` has equally many rows."""
         if self.skew is not None and not self.by_request:
             return torch.einsum("rgd,gdc->rgc", keys_RGd, self._skew_columns(self.skew, layer, mini_batch))
         if self.skew is not None:
@@ -139,7 +140,7 @@ class PartialCopies:
     ) -> torch.Tensor:
         """Return the chosen columns of a layer's queries, guessed from an attention input: [B, G, r, C].
 
-        ``w``: the layer's weights, as far as they are resident. ``rows_B``: the requests' rows in their mini-batch.
+        ``w``: the layer's resident weights. ``rows_B``: indices of the requests in their mini-batch.
         """
         index = layer - self.first_layer
         if self.resident:
@@ -164,21 +165,21 @@ class PartialCopies:
         return query.gather(3, columns.expand(-1, -1, query.shape[2], -1))
 
     def _columns(self, layer: int, mini_batch: int, rows_B: torch.Tensor) -> torch.Tensor:
-        """Return each request's columns, or those that all share: [B or 1, G, C]."""
+        """Return each request's columns, or the shared ones: [B or 1, G, C]."""
         columns = self.columns[mini_batch][layer - self.first_layer]
         return columns[rows_B] if self.by_request else columns
 
     def _skew_columns(self, skew: torch.Tensor, layer: int, mini_batch: int) -> torch.Tensor:
-        """[G, d, C]"""
+        """Return the chosen columns of the skewing matrices: [G, d, C]."""
         index = self.columns[mini_batch][layer - self.first_layer, 0][:, None].expand(-1, self.shape.head_dim, -1)
         return skew[layer - self.first_layer].gather(2, index)
 
 
 def choose_columns(q_RHd: torch.Tensor, k_RGd: torch.Tensor, real_R: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Return the columns of each key/value head with the largest sums of |Q| + |K|, ascending: int64 of ``size`` [S, G,
-    C], for S sets of requests with equal numbers of rows.
+    """Return the columns of each key/value head with the largest sums of |Q| + |K|, ascending: int64 [S, G, C].
 
-    |Q| is the mean over the query heads of a group. Rows outside ``real_R`` are padding.
+    ``size``: (S, G, C), for S sets of requests with equal numbers of rows. |Q| is the mean over the query heads of a
+    group. ``real_R``: False for padding.
     """
     rows, groups, d = k_RGd.shape
     sums = q_RHd.float().abs().view(rows, groups, -1, d).mean(2) + k_RGd.float().abs()
@@ -187,7 +188,7 @@ def choose_columns(q_RHd: torch.Tensor, k_RGd: torch.Tensor, real_R: torch.Tenso
 
 
 def take_rows(parts: Parts, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the rows of a matrix that is given in row parts to ``out``, without waiting for the device."""
+    """Copy rows of a matrix, given in row parts, to ``out``, without waiting for the device."""
     if len(parts) == 1:
         torch.index_select(parts[0], 0, rows, out=out)
         return

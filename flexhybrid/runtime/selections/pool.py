@@ -1,16 +1,16 @@
-"""A cache of limited size under a speculative selection (InfiniGen, Sec. 4.4): whose place a new token takes.
+"""Choose the victims of a limited cache under a speculative selection (InfiniGen, Sec. 4.4).
 
-When a request holds as many tokens as its pool has places, each key/value head drops one: the oldest (fifo), the one
-that was fetched longest ago (lru), or the one that was fetched least often (counter); among equals the oldest. A
-counter that is full halves all counters of its head. A new token counts as fetched: under lru just now, under counter
-once more than the token whose place it takes. The paper does not say where a counter begins; from one, the newest
-tokens would be dropped first as soon as all others were fetched twice. Layers that read every token count as fetched
-those that they would have chosen by the weights of their attention.
+When all places of a request are full, each key/value head drops one token (the victim) for a new one: the oldest
+(fifo), the least recently fetched (lru), or the least often fetched (counter); among equals, the oldest. When a counter
+reaches its limit, all counters of its head are halved. A new token counts as fetched: now (lru), or once more than its
+victim (counter). The paper does not say where a counter begins. If it began at one, the newest tokens would be dropped
+first as soon as all others were fetched twice. In layers that read every token, the tokens count as fetched that the
+layer would have chosen by its attention weights.
 
-The tokens of a prompt enter the pool one after the other by the same rule, in every layer: each query of the prompt,
-from the first to the last, counts the tokens of the pool as a layer that reads every token does. So a prompt that is
-longer than the pool keeps what a decode of the same tokens would keep, except that its own attention reads all of it.
-The paper counts what "query tokens" select, and the authors' accuracy code drops tokens at every position of a text.
+The tokens of a prompt enter the pool one by one, by the same rule, in every layer. Each query of the prompt, from first
+to last, counts the pool's tokens like a layer that reads every token. So a prompt that is longer than the pool keeps
+the same tokens as a decode of these tokens would, except that its own attention reads all of them. The paper counts
+what "query tokens" select, and the authors' accuracy code drops tokens at every position of a text.
 
 Shapes: T places, B requests, G key/value heads; tables of a mini-batch in a layer are [T, B, G].
 """
@@ -24,9 +24,9 @@ COUNTER_FULL = 255
 
 
 class Uses:
-    """How often or how lately the token in every place was fetched, and its position, in all layers.
+    """The number of uses (or the latest use) and the position of the token in each place, in all layers.
 
-    ``places`` gives for each mini-batch the places of its requests; all are empty at first.
+    ``places``: number of places of each request, by mini-batch. All places are empty at first.
     """
 
     def __init__(self, victim: str, num_layers: int, places: list[np.ndarray], groups: int, device):
@@ -45,18 +45,18 @@ class Uses:
         return uses[layer], born[layer]
 
     def put(self, layer: int, mini_batch: int, places, rows, heads, positions) -> None:
-        """Enter new tokens. Indices of places, requests and heads, and the tokens' positions, broadcast together."""
+        """Add new tokens at ``positions``. The indices of places, requests and heads, and the positions, broadcast."""
         uses, born = self.of(layer, mini_batch)
         born[places, rows, heads] = positions
         uses[places, rows, heads] = positions if self.lately else uses[places, rows, heads] + 1
 
     def fetched(self, layer: int, mini_batch: int, rows_B, index_BGS, positions_B) -> None:
-        """Count tokens that were just chosen: places [B, G, S], -1 for none, by requests at these positions."""
+        """Count a use of chosen tokens: places [B, G, S] (-1: none) of requests at these positions [B]."""
         uses, _ = self.of(layer, mini_batch)
         now = uses[:, rows_B]
         chosen = torch.zeros(len(now) + 1, *now.shape[1:], dtype=torch.bool, device=now.device)
         place = index_BGS.long().permute(2, 0, 1)
-        chosen.scatter_(0, place.masked_fill(place < 0, len(now)), True)  # the last row takes those of -1
+        chosen.scatter_(0, place.masked_fill(place < 0, len(now)), True)  # the last row takes the entries of -1
         if self.lately:
             now = torch.where(chosen[:-1], positions_B[:, None].int(), now)
         else:
@@ -65,7 +65,7 @@ class Uses:
         uses[:, rows_B] = now
 
     def victims(self, layer: int, mini_batch: int, rows_B, held_B) -> torch.Tensor:
-        """Return the places [B, G] of the tokens to drop, among the first ``held_B`` of each request."""
+        """Return the places [B, G] of the victims, among the first ``held_B`` places of each request."""
         uses, born = (table[:, rows_B].long() for table in self.of(layer, mini_batch))
         held = torch.arange(len(uses), device=uses.device, dtype=torch.int64)[:, None] < held_B
         return ((uses << 32) + born).masked_fill(~held[:, :, None], torch.iinfo(torch.int64).max).argmin(0)

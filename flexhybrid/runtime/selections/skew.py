@@ -1,10 +1,10 @@
-"""Skewing (InfiniGen, Sec. 4.2): an orthogonal matrix for each layer and key/value head that concentrates a head's
-queries in few columns, so that few columns suffice to guess attention scores.
+"""Skewing (InfiniGen, Sec. 4.2): concentrate the queries of each head in few columns by an orthogonal matrix A.
 
-One forward of a sample text gives the queries of a head, Q = U S Vᵀ (GQA: of all query heads of a group, stacked), and
-A = V. Multiplying queries and keys by A does not change their scores. Where nothing comes between projection and score
-(OPT), A is folded into W_Q and W_K and their biases. Rotary positions come between: then A is kept beside the weights,
-and only the rows that a selection guesses with are multiplied by it, after rotation.
+Then few columns suffice to guess attention scores. One forward of a sample text gives the queries of a key/value head
+(with GQA, the stacked queries of a group): Q = U S Vᵀ, and A = V. Multiplying queries and keys by A does not change
+their scores. In OPT, queries and keys are the projections themselves, so A is folded into W_Q, W_K and their biases. In
+rotary models, a rotation comes in between. There A is stored with the weights, and only the rows with which a selection
+guesses are multiplied by A, after rotation.
 
 Shapes: N sample tokens, H query heads, G key/value heads, d head size, h hidden.
 """
@@ -29,7 +29,7 @@ from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.storage.loader import SKEW_FILE, Checkpoint
 from flexhybrid.runtime.storage.parts import Parts, linear
 
-#: Changes a layer's queries [N, H, d] and keys [N, G, d] on their way to attention.
+#: Function of (layer, queries [N, H, d], keys [N, G, d]) that returns the queries and keys for attention.
 Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -39,9 +39,9 @@ def unchanged(_layer: int, q_NHd: torch.Tensor, k_NGd: torch.Tensor) -> tuple[to
 
 @torch.inference_mode()
 def forward(checkpoint: Checkpoint, tokens: list[int], change: Change = unchanged) -> torch.Tensor:
-    """Return the logits [N, vocab] of one text in float32; ``change`` maps the rotated queries and keys of each layer.
+    """Return the logits [N, vocab] of one text in float32, with one layer's weights in memory at a time.
 
-    The weights of one layer at a time are in memory.
+    ``change`` may replace the (rotated) queries and keys of each layer.
     """
     shape = checkpoint.shape
     model = architecture(shape)
@@ -72,13 +72,13 @@ def _layer_weights(checkpoint: Checkpoint, layer: int) -> dict[str, Parts]:
 
 
 def skewing_matrices(checkpoint: Checkpoint, tokens: list[int]) -> list[torch.Tensor]:
-    """Return A of every layer, float64 [G, d, d], from one forward of these tokens."""
+    """Return the matrices A, float64 [G, d, d] for each layer, from one forward of these tokens."""
     matrices = []
 
     def look(_layer: int, q: torch.Tensor, k: torch.Tensor):
         stacked = q.double().unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)  # [G, N · H/G, d]
         d = stacked.shape[-1]
-        padded = torch.nn.functional.pad(stacked, (0, 0, 0, max(0, d - stacked.shape[1])))  # V has d columns then, too
+        padded = torch.nn.functional.pad(stacked, (0, 0, 0, max(0, d - stacked.shape[1])))  # so that V has d columns
         triangular = torch.linalg.qr(padded).R
         matrices.append(torch.linalg.svd(triangular).Vh.transpose(-1, -2).contiguous())
         return q, k
@@ -88,10 +88,10 @@ def skewing_matrices(checkpoint: Checkpoint, tokens: list[int]) -> list[torch.Te
 
 
 def folded(shape: ModelShape, tensor: torch.Tensor, matrices_Gdd: torch.Tensor) -> torch.Tensor:
-    """Return a layer's W_Q or W_K, [heads · d, h], or its bias, times A, which mixes the rows of each head.
+    """Multiply a layer's W_Q or W_K [heads · d, h], or its bias, by A, which mixes the rows of each head.
 
-    The result is float32 for every checkpoint: rounding to 16 bits changes the shipped model's logits by 7e-4 of the
-    largest.
+    The result is float32 for every checkpoint. Rounding to 16 bits would change the shipped model's logits by 7e-4 of
+    the largest one.
     """
     heads = tensor.double().view(shape.num_kv_heads, -1, shape.head_dim, *tensor.shape[1:])
     mixed = torch.einsum("grd...,gde->gre...", heads, matrices_Gdd)
@@ -99,7 +99,7 @@ def folded(shape: ModelShape, tensor: torch.Tensor, matrices_Gdd: torch.Tensor) 
 
 
 def save_skewed(checkpoint: Checkpoint, tokens: list[int], folder: str | Path) -> None:
-    """Write the checkpoint, skewed by these sample tokens, to a new folder that transformers can read.
+    """Skew a checkpoint by sample tokens, and write it to a new folder that transformers can read.
 
     Raise InputError if the folder exists or cannot be written.
     """
@@ -118,12 +118,12 @@ def save_skewed(checkpoint: Checkpoint, tokens: list[int], folder: str | Path) -
             _save_folded(checkpoint, matrices, folder)
 
 
-#: Names of files that hold weights, and of their index.
+#: Matches names of files with weights, and of their index.
 _WEIGHTS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
 
 
 def _save_folded(checkpoint: Checkpoint, matrices: list[torch.Tensor], folder: Path) -> None:
-    """Write all tensors, one file for each layer, and the index of the files."""
+    """Write all tensors, with A folded in, to one file per layer; and an index of the files."""
     files: dict[str, str] = {}
 
     def save(tensors: dict[str, torch.Tensor], file: str) -> None:

@@ -1,15 +1,15 @@
-"""InfiniGen's choice of tokens (Lee et al. 2024, Sec. 4.3): a layer's attention scores guessed one layer ahead.
+"""InfiniGen's choice of tokens (Lee et al. 2024, Sec. 4.3): guess a layer's attention scores one layer ahead.
 
-In the decode the attention input of layer i - 1 times the partial query weights of layer i guesses the queries, and
-these times the partial keys (``selections.partial``) the scores. For each head, tokens with scores above the largest
-one less alpha count; every head of a request then fetches as many tokens as its heads count on average: at most a share
-of the context, at least one. The first layers read every token (``first_choosing``).
+In the decode, the attention input of layer i - 1 times the partial query weights of layer i gives guessed queries.
+These times the partial keys (``selections.partial``) give guessed scores. For each head, tokens are counted whose score
+is above the largest score - alpha. Every head of a request then fetches the mean of these counts: at least one token,
+and at most a share of the context. The first layers read every token (``first_choosing``).
 
-Differences from the paper: each request is counted by itself, and of the query heads of a group (GQA) the one with the
-highest score decides on a token.
+Differences from the paper: requests are counted separately, and the highest score of a group's query heads (GQA) counts
+for a token.
 
 Shapes: B requests of a mini-batch, R rows, H query heads, G key/value heads, r = H/G, d head size, C columns, T cached
-tokens, S most tokens chosen, h hidden.
+tokens, S maximum of chosen tokens, h hidden.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from flexhybrid.runtime.step_tensors import Rotation, position_tables, to_device
 from flexhybrid.runtime.storage.parts import Parts
 from flexhybrid.runtime.storage.weights import Weights
 
-RANKED_QUERIES = 16  #: tokens of a prompt scored at a time: less memory than the later feed-forward rows
-TIE = 1e-12  #: of a score and the one in the next place: less than the rounding of any score but zero
+RANKED_QUERIES = 16  #: number of prompt tokens scored at a time; takes less memory than the later feed-forward rows
+TIE = 1e-12  #: subtracted per place, so that earlier places win ties; below the rounding of any score except zero
 
 
 def relative_scores(q_BGrC: torch.Tensor, keys_TBGC: torch.Tensor, scale: float, held_BT: torch.Tensor) -> torch.Tensor:
-    """Return guessed scores relative to the largest of their query head, and of these the largest of the r heads of a
-    group: float32 [B, G, T], at most 0; minus infinity for tokens that a request does not hold.
-    """
+    """Return guessed scores [B, G, T], as in ``relative_to_best``."""
     return relative_to_best(torch.matmul(q_BGrC * scale, keys_TBGC.permute(1, 2, 3, 0)).float(), held_BT)
 
 
 def relative_to_best(scores_BGrT: torch.Tensor, held_BT: torch.Tensor) -> torch.Tensor:
-    """Return what ``relative_scores`` does, of given scores. The tokens that are best for one query head each differ by
-    ``TIE``, so that the one in the first place counts as the best."""
+    """Return scores minus the best score of their query head; of these, the maximum over a group: float32 [B, G, T].
+
+    They are at most 0, and -inf for tokens that a request does not hold. ``TIE`` makes the first of several best tokens
+    the best one.
+    """
     scores = scores_BGrT.masked_fill(~held_BT[:, None, None], -torch.inf)
     relative = (scores - scores.amax(-1, keepdim=True)).amax(2)
     return relative - torch.arange(relative.shape[-1], device=relative.device, dtype=torch.float32) * TIE
@@ -57,9 +58,9 @@ def choose_tokens(
 ) -> torch.Tensor:
     """Return the tokens to fetch, ascending, then -1: int32 [B, G, width] if each head chooses, else [B, 1, width].
 
-    A request fetches the mean number of tokens within ``alpha`` of its heads' largest scores, rounded up, at least 1
-    and at most ``most_B``. For all heads together the best tokens have the largest sums of exp(relative score),
-    proportional to their attention weight.
+    A request fetches the mean number, rounded up, of tokens within ``alpha`` of its heads' largest scores: at least 1
+    and at most ``most_B``. If heads choose together, they take the tokens with the largest sums of exp(relative score),
+    which are proportional to attention weights.
     """
     groups, tokens = relative_BGT.shape[1:]
     within = (relative_BGT > -alpha).sum((1, 2))
@@ -72,13 +73,12 @@ def choose_tokens(
 
 
 class Fetched(NamedTuple):
-    """Chosen tokens of a mini-batch and one representation. Rows are contiguous, by request, then by head if each
-    chose."""
+    """Chosen tokens of a mini-batch in one representation. Rows are contiguous: by request, then by head."""
 
     representation: str
-    heads: int  #: G if each key/value head chose; 1 if all chose together
-    counts_B: np.ndarray  #: tokens of each request
-    positions: np.ndarray | None  #: of all rows, where keys are recomputed and rotated
+    heads: int  #: G if each key/value head chooses; 1 if all heads choose together
+    counts_B: np.ndarray  #: number of tokens of each request
+    positions: np.ndarray | None  #: positions of all rows, if their keys are recomputed and rotated
 
     @property
     def tokens(self) -> int:
@@ -89,7 +89,7 @@ class Fetched(NamedTuple):
         return int(self.counts_B.max())
 
     def padded_rows(self) -> np.ndarray:
-        """Return the row of each token of each head: [B, heads, most]. Padding repeats the last, or is any row."""
+        """Return the row of each token of each head: [B, heads, most]. Padding repeats the last row, or is any row."""
         counts, heads = self.counts_B[:, None, None], self.heads
         starts = heads * (np.cumsum(self.counts_B) - self.counts_B)[:, None, None]
         within = np.minimum(np.arange(self.most), np.maximum(counts - 1, 0))
@@ -98,15 +98,15 @@ class Fetched(NamedTuple):
 
 
 class Choosable(NamedTuple):
-    """Which tokens of a representation a decode step may choose, and which cells of the index take the chosen ones."""
+    """The tokens of a representation that a decode step may choose from, and the index cells for the chosen ones."""
 
     segment: Segment
-    each_head: bool  #: each key/value head chooses its own
-    cells: slice  #: of the index
-    size: tuple[int, int, int]  #: of those cells: [B, heads, S]
-    most_B: torch.Tensor  #: tokens that each request may fetch, on the device
-    #: [T] positions of the representation's cached tokens, and [B, T] which of them each request holds, on the device;
-    #: None if all cached tokens have it
+    each_head: bool  #: whether each key/value head chooses its own tokens
+    cells: slice  #: cells of the index
+    size: tuple[int, int, int]  #: shape of these cells: [B, heads, S]
+    most_B: torch.Tensor  #: maximum of tokens that each request may fetch, on the device
+    #: positions [T] of the representation's cached tokens, and which of them each request holds [B, T], on the device;
+    #: None if all cached tokens have this representation
     among: tuple[torch.Tensor, torch.Tensor] | None
 
     def of(self, index: torch.Tensor) -> torch.Tensor:
@@ -115,26 +115,26 @@ class Choosable(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """What predictions of a decode step need; made once a step, used by every layer. Tensors are on the device."""
+    """Device tensors with which all layers of a decode step guess scores and choose tokens."""
 
-    rows_B: torch.Tensor  #: rows of the requests in their mini-batch
-    positions_B: torch.Tensor  #: of the new tokens
-    held_B: torch.Tensor  #: tokens that each request holds
-    held_BT: torch.Tensor  #: bool: the places that hold a token
-    places_B: torch.Tensor  #: of the new tokens, where the oldest token makes room
-    full_B: torch.Tensor | None  #: bool: requests without an empty place; None where there are none
+    rows_B: torch.Tensor  #: indices of the requests in their mini-batch
+    positions_B: torch.Tensor  #: positions of the new tokens
+    held_B: torch.Tensor  #: number of tokens that each request holds
+    held_BT: torch.Tensor  #: bool: whether a place holds a token
+    places_B: torch.Tensor  #: places of the new tokens, if they replace the oldest ones
+    full_B: torch.Tensor | None  #: bool: requests without an empty place; None: all have one
     choices: dict[str, Choosable]  #: by representation
 
 
 class Speculation(SelectionHooks):
-    """The tokens that every layer of a wave selects, and whose places new tokens take."""
+    """Chooses the tokens that each layer of a wave reads, and the tokens that new ones replace."""
 
     def __init__(self, wave: Wave, weights: Weights):
         super().__init__()
         selection, workload = wave.policy.selection, wave.workload
         self.wave, self.shape, self.device = wave, wave.shape, weights.device
         self.groups, self.scale = wave.shape.num_kv_heads, wave.shape.head_dim**-0.5
-        self.alpha = 0.0 if selection.alpha is None else selection.alpha  # ``Selection.check`` demands it
+        self.alpha = 0.0 if selection.alpha is None else selection.alpha  # ``Selection.check`` requires it
         self.first_layer = int(first_choosing(selection))
         cached = workload.cached_tokens
         kept = kept_tokens(selection, workload.prompt_tokens, cached, cached)
@@ -150,9 +150,9 @@ class Speculation(SelectionHooks):
         self.index = torch.zeros(num_cells, dtype=torch.int32, device=self.device)
         self.positions = position_tables(wave.entries, int(workload.cached_tokens.max()) + 1)
         self.each_head = {"kv": wave.policy.bits.kv == "native", "act": False}
-        self._guesses: dict[int, Guess] = {}  # of the decode step of each mini-batch
-        # Tokens by representation and slot, first where the host gathers them, then on the device; and by
-        # representation those that the compute lane took: a slot is free before attention ends.
+        self._guesses: dict[int, Guess] = {}  # by mini-batch, of its decode step
+        # Fetched tokens by (representation, slot), first on the host, then on the device. ``taken``: by representation,
+        # the tokens that the compute lane works on, because a slot may be reused before attention ends.
         self.gathered: dict[tuple[str, int], Fetched] = {}
         self.fetched: dict[tuple[str, int], Fetched] = {}
         self.taken: dict[str, Fetched] = {}
@@ -167,7 +167,7 @@ class Speculation(SelectionHooks):
         return task.layer >= self.first_layer
 
     def after_project(self, task: Task, kvq: torch.Tensor) -> None:
-        """Give the new tokens of a decode step places; in layers that choose, their partial keys go there."""
+        """Choose places for the new tokens of a decode step; in layers that choose tokens, store their partial keys."""
         layer, step = task.layer, task.payload.step
         if step.prefill:
             return
@@ -186,18 +186,17 @@ class Speculation(SelectionHooks):
         self.places[task.payload.slot] = places
 
     def stages_rows(self, step: MiniBatchStep) -> bool:
-        """After a prompt whose tokens count their uses, ``rank`` stages the remaining rows."""
+        """If uses are counted, ``rank`` stages the rows of a prompt instead."""
         return self.uses is None or not step.prefill
 
     def weighs(self, task: Task) -> bool:
-        """In layers that read every token, the victims of ``Uses`` depend on the attention that each token gets."""
+        """``Uses`` counts tokens by their attention weights in layers that read every token."""
         return self.uses is not None and not self.chooses(task) and not task.payload.step.prefill
 
     def after_attend(self, task: Task, weights_BGrT: torch.Tensor) -> None:
-        """Count as fetched the tokens that the layer would have selected by these weights, except the one that the new
-        token replaced."""
+        """Count a use of the tokens that the layer would choose by these weights, except the one just replaced."""
         guess = self.guess(task.payload.step)
-        choice = guess.choices["kv"]  # a limited pool holds nothing else
+        choice = guess.choices["kv"]  # a limited pool has only KV
         relative = relative_to_best(weights_BGrT[..., : guess.held_BT.shape[1]].float().log(), guess.held_BT)
         index = choose_tokens(relative, self.alpha, choice.most_B, choice.size[-1], True)
         index.masked_fill_(index == self.places[task.payload.slot][..., None], -1)
@@ -211,7 +210,7 @@ class Speculation(SelectionHooks):
     def after_prompt(
         self, layer: int, step: MiniBatchStep, w: dict[str, Parts], queries_RHd: torch.Tensor, keys_RGd: torch.Tensor
     ) -> None:
-        """Choose a layer's columns, and keep them of its keys and query weights. ``w``: the layer's weights."""
+        """Choose a layer's columns; keep these columns of its keys and query weights. ``w``: the layer's weights."""
         mini_batch = step.mini_batch
         real = to_device((np.arange(step.width) < step.new_tokens[:, None]).reshape(-1), self.device)
         rows = self._rows(step)
@@ -224,7 +223,7 @@ class Speculation(SelectionHooks):
             section[:, rows] = keys[requests[:, None], born.long(), heads]
         elif (step.new_tokens <= step.most_kept).all():
             section[: step.width, rows] = keys.transpose(0, 1)
-        else:  # the newest, each in the place that its position names
+        else:  # the newest tokens, each in place (position modulo places)
             requests, tokens = self._newest(step)
             section[tokens % self._kept_of(step)[requests], rows[requests]] = keys[requests, tokens]
         self.partial.keep_query_weights(layer, mini_batch, w)
@@ -232,7 +231,7 @@ class Speculation(SelectionHooks):
     def rank_prompt(
         self, layer: int, step: MiniBatchStep, queries_BPHd: torch.Tensor, keys_BPGd: torch.Tensor
     ) -> torch.Tensor:
-        """Admit the prompts' tokens into the pool of a layer, one after another (``selections.pool``).
+        """Add the prompts' tokens to a layer's pool, one after another (``selections.pool``).
 
         Return the position of the token in each place: [B, G, T]; arbitrary for empty places.
         """
@@ -245,10 +244,10 @@ class Speculation(SelectionHooks):
         heads = torch.arange(self.groups, device=self.device, dtype=torch.int64)
         used, born = uses.of(layer, step.mini_batch)
         all_rows = self._rows(step)
-        for table in (used, born):  # of the previous tokens in these places
+        for table in (used, born):  # reset earlier tokens of these places
             table.index_fill_(1, all_rows, 0)
         places = torch.arange(len(born), device=self.device, dtype=torch.int64)
-        scores_BGrCP = queries_BGrPd  # of a chunk of queries
+        scores_BGrCP = queries_BGrPd  # scores of a chunk of queries, set below
         for position in range(step.width):
             if position % RANKED_QUERIES == 0:
                 chunk = slice(position, position + RANKED_QUERIES)
@@ -274,15 +273,15 @@ class Speculation(SelectionHooks):
         return born[:, all_rows].permute(1, 2, 0).long()
 
     def guess(self, step: MiniBatchStep) -> Guess:
-        """Return what predictions of a decode step need."""
+        """Return the ``Guess`` of a decode step."""
         return self._guesses[step.mini_batch]
 
     def choose(
         self, layer: int, step: MiniBatchStep, act_Bh: torch.Tensor, rotation: Rotation | None, w: dict[str, Parts]
     ) -> None:
-        """Guess a layer's scores from the attention input of the layer before; write the chosen tokens to ``index``.
+        """Guess a layer's scores from the previous layer's attention input; write the chosen tokens to ``index``.
 
-        ``w``: the layer's weights, as far as they are resident.
+        ``w``: the layer's resident weights.
         """
         guess, section = self.guess(step), self.partial.section(layer, step.mini_batch)
         query = self.partial.guess_queries(layer, step.mini_batch, act_Bh, rotation, w, guess.rows_B)
@@ -299,15 +298,17 @@ class Speculation(SelectionHooks):
             self._count_uses(layer, step, index)
 
     def take(self, representation: str, slot: int) -> Fetched:
-        """Return the tokens that were fetched to a slot; from now on they are ``taken``."""
+        """Move the tokens fetched to a slot to ``taken``, and return them."""
         fetched = self.taken[representation] = self.fetched[representation, slot]
         return fetched
 
-    # ---- for a watcher of attention
+    # ---- for observers of attention
 
     def positions_of(self, layer: int, step: MiniBatchStep, places: torch.Tensor) -> torch.Tensor:
-        """Return the positions of the tokens in these places [B, ·, ·] of a layer; [B, G, ·] where each head drops
-        tokens of its own; -1 stays -1."""
+        """Return the positions of the tokens in places [B, ·, ·] of a layer; [B, G, ·] if heads drop tokens separately.
+
+        A place of -1 gives -1.
+        """
         if self.uses:
             born = self.uses.of(layer, step.mini_batch)[1][:, self.guess(step).rows_B].permute(1, 2, 0).long()
             index = places.clamp(min=0).expand(len(born), self.groups, -1)
@@ -316,8 +317,7 @@ class Speculation(SelectionHooks):
         return torch.where(places < 0, places, places + kept * ((context - 1 - places) // kept))
 
     def chosen_positions(self, layer: int, step: MiniBatchStep) -> dict[str, torch.Tensor]:
-        """Return {representation: positions [B, heads, S] of the tokens that ``choose`` has just chosen for a layer};
-        -1 behind the last."""
+        """Return {representation: positions [B, heads, S] of the tokens that ``choose`` chose}; -1: none."""
         positions = {}
         for representation, choice in self.guess(step).choices.items():
             places = choice.of(self.index).long()
@@ -329,7 +329,7 @@ class Speculation(SelectionHooks):
     # ----
 
     def _count_uses(self, layer: int, step: MiniBatchStep, index: torch.Tensor) -> None:
-        """Note that a layer has fetched these tokens, where victims are chosen by use."""
+        """Count a use of tokens that a layer fetched, if uses are counted."""
         if self.uses:
             guess = self.guess(step)
             self.uses.fetched(layer, step.mini_batch, guess.rows_B, index, guess.positions_B)
@@ -338,14 +338,14 @@ class Speculation(SelectionHooks):
         return to_device(step.most_kept, self.device)
 
     def _newest(self, step: MiniBatchStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (request, token) of the prompts' newest tokens, one for each place."""
+        """Return (requests, tokens): the indices of the prompts' newest tokens, one for each place."""
         tokens, lengths = np.arange(step.width), step.new_tokens[:, None]
         newest = (tokens < lengths) & (tokens >= lengths - step.most_kept[:, None])
         requests, tokens = np.nonzero(newest)
         return to_device(requests, self.device), to_device(tokens, self.device)
 
     def _rows(self, step: MiniBatchStep) -> torch.Tensor:
-        """Return the rows of the step's requests among the places of their mini-batch, on the device: [B]."""
+        """Return the indices of the step's requests in their mini-batch, on the device: [B]."""
         rows = np.flatnonzero(np.isin(self.wave.mini_batches[step.mini_batch], step.requests))
         return to_device(rows, self.device)
 

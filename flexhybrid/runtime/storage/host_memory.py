@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 import resource
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -133,12 +133,8 @@ def touch(tensor: torch.Tensor) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_threads = min(TOUCHING_THREADS, cores) if len(tensor) >= TOUCHED_ALONE_BYTES else 1
     share = -(-len(tensor) // num_threads // mmap.PAGESIZE) * mmap.PAGESIZE
-    threads = [threading.Thread(target=_touch, args=(part,)) for part in tensor.split(max(share, 1))]
-    for thread in threads[1:]:
-        thread.start()
-    threads[0].run()
-    for thread in threads[1:]:
-        thread.join()
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(_touch, tensor.split(max(share, 1))))
 
 
 def _touch(part: torch.Tensor) -> None:

@@ -1,5 +1,7 @@
 """Weights in memory and on the disk: one byte range per layer and tier. Tensors are views of these ranges."""
 
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -15,10 +17,38 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.kernels.quantize import dequantize, quantize
 from flexhybrid.runtime.models.module import ModulePath
-from flexhybrid.runtime.storage.device_memory import ALIGNED_BYTES, allow_expandable_segments, release_cached
 from flexhybrid.runtime.storage.disk import DiskSpace
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.parts import Parts
+
+#: Alignment of tensors in shared memory, the same as the allocator's.
+ALIGNED_BYTES = 512
+
+#: Environment variables with the allocator's settings: since torch 2.9, and before.
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def allow_expandable_segments(device: torch.device) -> None:
+    """Allow segments of CUDA memory to grow, unless the user has set this: it avoids fragmentation.
+
+    The setting applies to the whole process. It changes no results.
+    """
+    given = next((os.environ[name] for name in SETTINGS if os.environ.get(name)), "")
+    if device.type != "cuda" or "expandable_segments" in given:
+        return
+    # New settings replace all earlier ones.
+    settings = f"{given},expandable_segments:True" if given else "expandable_segments:True"
+    try:
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (change or torch.cuda.memory._set_allocator_settings)(settings)
+    except (AttributeError, RuntimeError, ValueError) as error:  # another allocator, or an old version of torch
+        warnings.warn(f"CUDA memory is allocated in segments of fixed size: {error}", stacklevel=2)
+
+
+def release_cached(device: torch.device) -> None:
+    """Release the memory that a CUDA device's allocator keeps of freed tensors."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class WeightSource(Protocol):

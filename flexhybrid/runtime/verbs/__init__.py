@@ -1,4 +1,4 @@
-"""The verbs: a function each, called with the state of a wave and a task."""
+"""The functions of the verbs. Each takes the state of a wave (``executor.State``) and a task."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,17 +9,17 @@ from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.verbs import attending, computing, moving, recurring, speculating
 
-#: A function of (state, task). Verbs of one selection take the state of a wave under it.
+#: A function of (state, task). Verbs of one selection method take a state with that selection.
 VerbFunction = Callable[..., None]
 
-#: By verb: the functions of these modules that have a verb's name, and below those that serve several verbs.
+#: Verb -> function: functions of these modules with a verb's name, and (below) functions that serve several verbs.
 VERB_FUNCTIONS: dict[str, VerbFunction] = {
     name: function
     for module in (attending, computing, moving, recurring, speculating)
     for name, function in vars(module).items()
     if name in VERBS and function.__module__ == module.__name__
 }
-#: Variants of verbs for layers whose tokens a selection has chosen (``SelectionHooks.chooses``).
+#: Variants of verbs for layers that read only chosen tokens (``SelectionHooks.chooses``).
 CHOSEN: dict[str, VerbFunction] = {"kv_gen": speculating.kv_gen_chosen, "assemble": speculating.assemble_chosen}
 
 for _cached in ("act", "kv"):
@@ -33,14 +33,14 @@ for _cached in ("act", "kv"):
 
 
 def verbs_under(selection: SelectionHooks) -> dict[str, VerbFunction]:
-    """Return the verbs of a wave with this selection."""
+    """Return the functions of the verbs under a selection."""
     if not isinstance(selection, Speculation):
         return dict(VERB_FUNCTIONS)
     return VERB_FUNCTIONS | {name: _by_layer(chosen, VERB_FUNCTIONS[name]) for name, chosen in CHOSEN.items()}
 
 
 def _by_layer(chosen: VerbFunction, plain: VerbFunction) -> VerbFunction:
-    """Return a verb that runs ``chosen`` in layers that read chosen tokens, and ``plain`` in all others."""
+    """Return a function that runs ``chosen`` in layers that read only chosen tokens, and ``plain`` in others."""
 
     def verb(state, task: Task) -> None:
         (chosen if state.selection.chooses(task) else plain)(state, task)

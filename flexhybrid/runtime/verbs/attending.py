@@ -1,4 +1,4 @@
-"""Verbs that lay the context of a layer side by side and attend to it, on the device or on the host."""
+"""Verbs that assemble contexts in the attention buffer, and verbs that attend, on the device or on the host."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from flexhybrid.runtime.verbs.moving import put_rows
 #: gather(tensor, [index], out=out) writes ``tensor[index]`` to ``out``, at any strides.
 gather = torch.ops.aten.index.Tensor_out
 Targets = tuple[torch.Tensor, torch.Tensor]  #: keys and values [B, G, T, d] of the attention buffer
-WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)  #: of 16, 8, 4 and 2 bytes
+WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)  #: dtypes of 16, 8, 4 and 2 bytes
 
 
 def assemble(state: State, task: Task) -> None:
-    """Lay keys and values side by side, head-major: all segments, the recomputed prefix, the new tokens."""
+    """Assemble keys and values, head-major: all segments, then the recomputed prefix, then the new tokens."""
     step, batch = task.payload.step, len(task.payload.step.requests)
     targets = state.buffers.attention_views(batch, step.attention_tokens)
-    rows = {"act": 0, "plain": 0}  # of what was recomputed and unpacked, that are laid so far
+    rows = {"act": 0, "plain": 0}  # number of copied rows of recomputed and of dequantized KV
     lay_own(state, task, targets, _lay(state, task, step.segments, targets, rows))
     before, commons, tensors = batch * step.attention_tokens, [], state.tensors(task)
     places = tensors.places.common if tensors.places else [None] * len(step.commons)
@@ -39,7 +39,7 @@ def assemble(state: State, task: Task) -> None:
 
 
 def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targets, rows: dict[str, int]) -> int:
-    """Lay segments side by side from the first column on; return the column behind them."""
+    """Copy segments to the targets, one after another from column 0; return the next column."""
     step, shape, slot, column = task.payload.step, state.shape, task.payload.slot, 0
     for segment in segments:
         width = segment.max_tokens
@@ -71,20 +71,20 @@ def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targe
 
 
 def lay_own(state: State, task: Task, targets: Targets, column: int) -> None:
-    """Lay the computed tokens' own keys and values into the columns from ``column`` on."""
+    """Copy the computed tokens' own keys and values to the columns from ``column`` on."""
     for own, target in zip(split_heads(state.shape, state.kvq[task.payload.slot]), targets, strict=False):
         target[:, :, column:].copy_(own.view(len(target), -1, *own.shape[1:]).transpose(1, 2))
 
 
 def lay_rows(rows: torch.Tensor, targets: Targets, column: int, width: int, shape: ModelShape) -> None:
-    """Lay rows [B · columns, 2·G·d], token by token, into the columns [column, column + width) of keys and values."""
+    """Copy rows [B · columns, 2·G·d] to the columns [column, column + width) of the targets."""
     grid = _widened(rows.view(len(targets[0]), -1, 2, shape.num_kv_heads, shape.head_dim))[:, :width]
     for half, target in enumerate(targets):
         _widened(target)[:, :, column : column + width].copy_(grid[:, :, half].transpose(1, 2))
 
 
 def _lay_blocks(blocks: torch.Tensor, targets: Targets, column: int, width: int) -> None:
-    """Lay blocks [B, n, 2, G, 16, d] into the columns [column, column + width) of keys and values."""
+    """Copy blocks [B, n, 2, G, 16, d] to the columns [column, column + width) of the targets."""
     full, tail = divmod(width, BLOCK_TOKENS)
     blocks = _widened(blocks)
     for half, target in enumerate(targets):
@@ -96,9 +96,9 @@ def _lay_blocks(blocks: torch.Tensor, targets: Targets, column: int, width: int)
 
 
 def gather_blocks(pool: torch.Tensor, table: torch.Tensor, targets: Targets, column: int, width: int) -> None:
-    """Copy the blocks of a pool [·, 2, G, 16, d] named by a table [B, n] into the columns [column, column + width).
+    """Copy a pool's blocks [·, 2, G, 16, d], by a table [B, n], to the columns [column, column + width) of the targets.
 
-    One operation for all requests; one call per request took five times as long.
+    One operation copies all requests. One call per request took five times as long.
     """
     full, tail = divmod(width, BLOCK_TOKENS)
     pool = _widened(pool)
@@ -111,23 +111,23 @@ def gather_blocks(pool: torch.Tensor, table: torch.Tensor, targets: Targets, col
 
 
 def _windows(target: torch.Tensor, column: int, full: int, tail: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of a target [B, G, T, d] from a column on: its next ``full`` blocks [B, full, G, 16, d], and the
-    ``tail`` tokens after them [B, G, tail, d]."""
+    """Return views of a target [B, G, T, d] from a column on: ``full`` blocks [B, full, G, 16, d], ``tail`` tokens."""
     end = column + full * BLOCK_TOKENS
     blocks = target[:, :, column:end].unflatten(2, (full, BLOCK_TOKENS)).transpose(1, 2)
     return blocks, target[:, :, end : end + tail]
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view with the largest elements that a row divides into: a gather, and a GPU's copy between strides,
-    moves one element at a time."""
+    """Return a view with the largest possible elements. A gather, or a GPU's strided copy, moves single elements."""
     row_bytes = tensor.shape[-1] * tensor.element_size()
     return tensor.view(next(dtype for dtype in WIDE if row_bytes % dtype.itemsize == 0))
 
 
 def attend(state: State, task: Task) -> None:
-    """Attend with one new token per request over its context, without what ``attend_shared`` and ``merge_attended``
-    add: [B, H·d]."""
+    """Attend with one new token per request to its context: [B, H·d].
+
+    Shared prefixes are left to ``attend_shared``, the host's part to ``merge_attended``.
+    """
     step, (keys, values, mask, commons) = task.payload.step, state.context
     if step.in_place:
         attend_in_place(state, task)
@@ -151,7 +151,7 @@ def attend(state: State, task: Task) -> None:
 
 
 def attend_shared(state: State, task: Task) -> None:
-    """Add the new tokens' attention over shared blocks: [B, H·d]."""
+    """Add the new tokens' attention to shared prefixes: [B, H·d]."""
     if task.payload.step.in_place:
         add_shared_in_place(state, task)
     else:
@@ -162,7 +162,7 @@ def attend_shared(state: State, task: Task) -> None:
 
 
 def attend_chunk(state: State, task: Task) -> None:
-    """Attend with a chunk of prompts over the cached tokens before it, and itself: [B, N, H·d]."""
+    """Attend with a chunk of prompts to the cached tokens before it and to itself: [B · N, H·d]."""
     (keys, values, mask, commons), new = state.context, _new_queries(state, task)
     context = Assembled(keys, values, mask)
     rule, window = state.score_rule(task), _window(state, task)
@@ -177,7 +177,7 @@ def attend_chunk(state: State, task: Task) -> None:
 
 
 def _window(state: State, task: Task) -> SlidingWindow | None:
-    """Return the window of the new tokens over the attention buffer's columns; None if all are inside."""
+    """Return the new tokens' window over the attention buffer's columns; None if it hides nothing."""
     places = state.tensors(task).places
     width = state.window_of(task)
     return SlidingWindow(width, places.new_BN, places.columns_BT) if width and places else None
@@ -195,7 +195,7 @@ def _grouped(state: State, task: Task) -> torch.Tensor:
 
 
 def attend_recomputed(state: State, task: Task) -> None:
-    """Attend with the recomputed prefix over itself; its rows precede the new tokens'."""
+    """Attend with the recomputed prefix to itself. Its rows come before the new tokens' rows."""
     step, batch = task.payload.step, len(task.payload.step.requests)
     parts = _over_themselves(state, task, slice(0, step.recomputed_width)), state.attended.view(batch, step.width, -1)
     out = state.graphs.attended(state, step, whole=True) if state.graphs else None
@@ -204,7 +204,7 @@ def attend_recomputed(state: State, task: Task) -> None:
 
 
 def attend_prefill(state: State, task: Task) -> None:
-    """Attend with the tokens of a prompt over themselves."""
+    """Attend with the tokens of prompts to themselves."""
     state.attended = _over_themselves(state, task, slice(None)).flatten(0, 1)
 
 
@@ -225,8 +225,10 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
 
 
 def attend_host(state: State, task: Task) -> None:
-    """Write the new rows to the host's KV blocks, or where the disk's writes take them, then attend with each request
-    over its own blocks. Beside the device: attend to the host's part alone."""
+    """Write new rows to the host's KV blocks or the disk's staging buffer; then attend to each request's context.
+
+    If the device attends too (``merge_attended``), attend to the host's part only.
+    """
     if "merge_attended" in task.payload.works:
         attend_part_on_host(state, task)
         return
@@ -245,7 +247,7 @@ def attend_host(state: State, task: Task) -> None:
 
 
 def attend_host_shared(state: State, task: Task) -> None:
-    """Add what all that share blocks get of these."""
+    """Add attention to shared prefixes on the host."""
     add_shared_in_place(state, task)
     _give_attended(state, task)
 
@@ -259,7 +261,7 @@ def merge_attended(state: State, task: Task) -> None:
 
 
 def _give_attended(state: State, task: Task) -> None:
-    """Put the host's attention output where the link reads it."""
+    """Copy the host's attention output to the buffer that ``load_attended`` reads."""
     attended = state.weighed[0]
     state.score_rule(task).with_sinks(state.weighed)
     state.buffers.out_strip[task.payload.slot, : len(attended)].copy_(attended.flatten(1))

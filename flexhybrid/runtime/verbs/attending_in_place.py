@@ -1,5 +1,7 @@
-"""Decode attention that reads keys and values in place: by ``runtime/kernels/in_place.py`` on a CPU (device or host),
-by ``attend_triton.py`` on a GPU. Its tables of places are what attends."""
+"""Decode attention that reads keys and values in place, and the tables of where they are.
+
+``runtime/kernels/in_place.py`` attends on a CPU (device or host), ``attend_triton.py`` on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """Keys and values to which requests attend together."""
+    """Shared prefixes to which requests attend together: g prefixes, each of m requests."""
 
-    rows: torch.Tensor  #: [g, m] of the step: of g such parts, m requests have each
+    rows: torch.Tensor  #: [g, m] rows of the step
     segments: tuple[Segment, ...]
     layout: Parts | BlockTable
 
@@ -40,18 +42,20 @@ class HostPart(NamedTuple):
 
 
 class StepExtents(NamedTuple):
-    """Keys and values of a decode step, the same in every layer."""
+    """Where the keys and values of a decode step are; the same in every layer."""
 
-    #: one per part, also of shared blocks that requests attend to alone; None: among the projected rows (new tokens or
-    #: a recomputed prefix)
+    #: one for each part of the contexts; None: among the projected rows (new tokens, or a recomputed prefix)
     segments: list[Segment | None]
     layout: Parts | BlockTable
-    together: list[Group]  #: none in a window, which begins elsewhere for each request
+    together: list[Group]  #: empty with a window, which begins at a different token for each request
 
 
 def attend_in_place(state: State, task: Task) -> None:
-    """Attend with one new token per request over its context: [B, H·d]. On the host, or where requests attend to blocks
-    together, ``state.weighed`` without these."""
+    """Attend with one new token per request to its context: [B, H·d].
+
+    On the host, or with ``attend_shared``, set ``state.weighed``: attention without the shared prefixes in
+    ``together``.
+    """
     segments, layout, _ = extents_of(state, task)
     memories = [_memory(state, task, segment) for segment in segments]
     query, rule = _queries(state, task), state.score_rule(task)
@@ -63,7 +67,7 @@ def attend_in_place(state: State, task: Task) -> None:
 
 
 def extents_of(state: State, task: Task) -> StepExtents:
-    """Return where the step's keys and values are, computed in the first layer that asks."""
+    """Return where a step's keys and values are. Computed once per step."""
     step = task.payload.step
     if state.graphs and state.graphs.holds(state, step):
         return state.graphs.fixed(state, task).extents
@@ -76,12 +80,12 @@ def extents_of(state: State, task: Task) -> StepExtents:
 
 
 def memory_names(state: State, segments: Sequence[Segment | None]) -> list[str]:
-    """Return what holds the keys and values of each part."""
+    """Return the name of each part's memory."""
     return [_memory_name(state, segment) for segment in segments]
 
 
 def add_shared_in_place(state: State, task: Task) -> None:
-    """Add to ``state.weighed`` what requests attend to together."""
+    """Add attention to the shared prefixes in ``together`` to ``state.weighed``."""
     queries = _queries(state, task).unflatten(1, (state.shape.num_kv_heads, -1))
     rule = state.score_rule(task)
     for rows, segments, layout in extents_of(state, task).together:
@@ -135,7 +139,7 @@ def _make_host_part(state: State, step: MiniBatchStep, window: int | None) -> Ho
 
 
 def by_numba(state: State) -> bool:
-    """Return whether a CPU's kernels attend, not a GPU's."""
+    """Return whether a CPU attends, not a GPU."""
     return state.device.type == "cpu" or on_host(state)
 
 
@@ -152,8 +156,8 @@ def _layout(
     to_device: ToDevice,
     host: bool,
 ) -> Parts | BlockTable:
-    """Return where contexts are, in the kernels' form. ``segments``: of the extents, None: projected rows; ``of_head``:
-    query elements per key head; ``host``: the host attends."""
+    """Return the kernels' table of contexts. ``segments``: one per extent; ``of_head``: query elements per key head;
+    ``host``: whether the host attends."""
     shape = state.shape
     if not (host or by_numba(state)):
         from flexhybrid.runtime.kernels.attend_triton import table_of
@@ -166,7 +170,7 @@ def _layout(
 
 
 def _queries(state: State, task: Task) -> torch.Tensor:
-    """Return the queries [B, H, d] of the new tokens, each behind the recomputed prefix of its request."""
+    """Return the queries [B, H, d] of the new tokens. Their rows follow the requests' recomputed prefixes."""
     step = task.payload.step
     rows = _memory(state, task, None)[: len(step.requests) * step.computed_width]
     rows = rows.unflatten(0, (len(step.requests), -1))[:, -1]
@@ -174,7 +178,7 @@ def _queries(state: State, task: Task) -> torch.Tensor:
 
 
 def _memory_name(state: State, segment: Segment | None) -> str:
-    """Return what holds a segment's keys and values: the same for all that one tensor holds."""
+    """Return the name of the memory with a segment's keys and values. A name stands for one tensor."""
     if segment is None:
         return "rows"
     if segment.representation == "act":
@@ -187,7 +191,7 @@ def _memory_name(state: State, segment: Segment | None) -> str:
 
 
 def _memory(state: State, task: Task, segment: Segment | None) -> torch.Tensor:
-    """Return the memory of keys and values in the task's layer, for segments of this kind."""
+    """Return the tensor with a segment's keys and values in the task's layer."""
     buffers, name = state.buffers, _memory_name(state, segment)
     if name == "rows":
         return buffers.query_strip[task.payload.slot] if on_host(state) else state.kvq[task.payload.slot]
@@ -201,8 +205,7 @@ def _memory(state: State, task: Task, segment: Segment | None) -> torch.Tensor:
 
 
 def _blocks(state: State, step: MiniBatchStep) -> dict[int, np.ndarray]:
-    """Return each segment's blocks in its ``_memory``, by id: [B, blocks]. Loaded, recomputed or unpacked segments
-    follow one another."""
+    """Return {id of a segment: its blocks in its ``_memory`` [B, blocks]}. Segments in one buffer are consecutive."""
     blocks, first = {}, {"act": 0, "kv": 0}
     for segment in (*step.of("act"), *step.of("kv")):
         in_pool = segment.tier == "device" or on_host(state) and segment.tier == "host"
@@ -224,7 +227,7 @@ def _begins(state: State, segment: Segment, num_blocks: int) -> np.ndarray:
 
 
 def _alone(state: State, step: MiniBatchStep, window: int | None) -> list[tuple[np.ndarray, tuple[Segment, ...]]]:
-    """Return the shared blocks of the device that each request attends to alone, with the rows that have them."""
+    """Return the device's shared prefixes that each request attends to separately: (rows that share it, segments)."""
     together = set() if window else set(map(id, commons_together(step, state.wave)))
     return [(common.rows, common.segments) for common in step.commons if id(common) not in together]
 

@@ -1,4 +1,4 @@
-"""Verbs of the compute lane that work token by token: projections, KV-Gen, feed-forward, head, conversions."""
+"""Verbs of the compute lane that process tokens separately: projections, KV-Gen, feed-forward, head, conversions."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from flexhybrid.runtime.verbs.recurring import held_states, keep_states
 
 
 def embed(state: State, task: Task) -> None:
-    """Token ids -> hidden states [R, h]; the first verb of a step."""
+    """Embed token ids: hidden states [R, h]. The first verb of a step."""
     tensors = state.tensors(task)
     step = task.payload.step
     if step.begins and not step.builds:
@@ -33,20 +33,20 @@ def embed(state: State, task: Task) -> None:
 
 
 def dequantize_weights(state: State, task: Task) -> None:
-    """Unpack the layer's matrices to the compute dtype."""
+    """Dequantize the layer's matrices to the compute dtype."""
     state.weights.dequantize(state.layer_weights.pairs(task), state.compute_share)
 
 
 def dequantize_cache(state: State, task: Task, representation: str) -> None:
-    """Unpack the blocks of all tiers to rows [·, width] of the compute dtype, one segment after the other."""
-    first = 0  #: block
+    """Dequantize the blocks of all tiers to rows [·, width] of the compute dtype, one segment after another."""
+    first = 0  # number of blocks of earlier segments
     for segment in task.payload.step.of(representation):
         _unpack(state, task, segment, state.buffers.plain_region(segment, first))
         first += segment.block_table.size
 
 
 def _unpack(state: State, task: Task, segment: Segment, target: torch.Tensor) -> None:
-    """Unpack a segment's blocks to ``target``, as its ``block_table``: [·, ·, 16, width]."""
+    """Dequantize a segment's blocks to ``target`` [*block_table.shape, 16, width]."""
     unpack = state.buffers.formats[segment.representation].unpack
     if segment.tier != "device":
         packed = state.buffers.loaded_rows(task.payload.step, segment, task.payload.slot)
@@ -72,10 +72,10 @@ def kv_gen(state: State, task: Task) -> None:
 
 
 def _generate_by_module(state: State, modules: ModulePath, task: Task, act_rows: torch.Tensor) -> None:
-    """Recompute keys and values from ACT rows as the layer's own attention module does."""
+    """Recompute keys and values from ACT rows by the layer's own attention module."""
     views, count, positions = state.layer_weights.of(task), len(act_rows), state.tensors(task).act_positions
     if positions is None:
-        raise ValueError("ACT rows whose positions are not known")
+        raise ValueError("the positions of ACT rows are unknown")
     calls = modules.calls_at((*step_key(task), task.payload.step.window), positions, MIN_KV_GEN_ROWS)
     if count < MIN_KV_GEN_ROWS:
         act_rows = torch.cat([act_rows, act_rows.new_zeros(MIN_KV_GEN_ROWS - count, act_rows.shape[1])])
@@ -83,7 +83,7 @@ def _generate_by_module(state: State, modules: ModulePath, task: Task, act_rows:
 
 
 def generate(state: State, task: Task, act_rows: torch.Tensor, rotation: Rotation | None) -> None:
-    """Recompute keys and values from ACT rows in one product, [·, h] -> [·, 2·G·d]; rotate keys to their positions."""
+    """Recompute keys and values [·, 2·G·d] from ACT rows [·, h] in one product; rotate keys to their positions."""
     shape, w, rows, count = state.shape, state.layer_weights.of(task), act_rows, len(act_rows)
     if count < MIN_KV_GEN_ROWS:
         rows = torch.cat([rows, rows.new_zeros(MIN_KV_GEN_ROWS - count, rows.shape[1])])
@@ -95,7 +95,7 @@ def generate(state: State, task: Task, act_rows: torch.Tensor, rotation: Rotatio
 
 
 def _gather_act(state: State, task: Task) -> None:
-    """Copy the device's ACT blocks next to those that the link brought."""
+    """Copy the device's ACT blocks next to the loaded ones."""
     for segment in task.payload.step.of("act"):
         if segment.tier == "device":
             pool = state.buffers.pools[segment.space][task.layer].flatten(1)
@@ -105,7 +105,7 @@ def _gather_act(state: State, task: Task) -> None:
 
 
 def project(state: State, task: Task) -> None:
-    """Project keys, values and queries of the computed tokens; stage the new rows that are stored in native bits."""
+    """Project keys, values and queries of the computed tokens; copy new rows to staging, if stored in native bits."""
     w, slot, step = state.layer_weights.of(task), task.payload.slot, task.payload.step
     if state.modules:
         hidden = state.hidden.of(task)
@@ -115,13 +115,13 @@ def project(state: State, task: Task) -> None:
         _project(state, task, w)
     state.selection.after_project(task, state.kvq[slot])
     if state.policy.attention == "host" and step.decodes:
-        return  # the new rows go with the queries
+        return  # ``store_query`` moves the new rows
     if state.selection.stages_rows(step) and not state.shape.borrows(task.layer):
         _stage_stores(state, task, packed=False)
 
 
 def _project(state: State, task: Task, w: dict[str, Parts]) -> None:
-    """Project, norm and rotate by hand-written functions."""
+    """Project, norm and rotate by the functions of ``state.model``."""
     slot, tensors = task.payload.slot, state.tensors(task)
     state.act = state.model.attention_input(state.shape, w, state.hidden.of(task))
     out = state.graphs.kvq(state, task) if state.graphs else None
@@ -133,12 +133,12 @@ def _project(state: State, task: Task, w: dict[str, Parts]) -> None:
 
 
 def quantize(state: State, task: Task) -> None:
-    """Pack the new rows that are stored with fewer bits, into staging."""
+    """Quantize new rows to staging, for stores that are quantized."""
     _stage_stores(state, task, packed=True)
 
 
 def _stage_stores(state: State, task: Task, packed: bool) -> None:
-    """Copy or pack new rows to staging, for packed or unpacked stores."""
+    """Copy or quantize new rows to staging. ``packed``: only quantized stores, or only native ones."""
     slot, tensors = task.payload.slot, state.tensors(task)
     for store in task.payload.step.stores:
         if state.buffers.packed(store.representation) != packed or _projected(state, task, store) is not None:
@@ -156,15 +156,17 @@ def _stage_stores(state: State, task: Task, packed: bool) -> None:
 
 
 def _projected(state: State, task: Task, store: Store) -> torch.Tensor | None:
-    """Return the projected rows if a store to the device takes them unchanged: decode steps under graphs, whose
-    projections keep an address of their slot. Otherwise they pass through staging."""
+    """Return the projected rows if a device store reads them directly; None if it reads them from staging.
+
+    They are read directly in decode steps under graphs, because there a slot's rows keep their address.
+    """
     if store.tier == "device" and store.representation == "kv" and state.graphs and not state.buffers.packed("kv"):
         return state.graphs.kvq(state, task)
     return None
 
 
 def scatter_device(state: State, task: Task) -> None:
-    """Staging, or projected rows -> blocks of the device."""
+    """Move rows from staging, or projected rows, to blocks of the device."""
     tensors, slot, shape = state.tensors(task), task.payload.slot, state.shape
     for store in task.payload.step.stores:
         if store.tier != "device":
@@ -186,14 +188,14 @@ def scatter_device(state: State, task: Task) -> None:
 
 
 def finish(state: State, task: Task) -> None:
-    """Apply output projection and feed-forward network: the next layer's hidden states."""
+    """Run the rest of a layer after attention: output projection and feed-forward network."""
     hidden, attended = state.hidden.of(task), state.attended
     of_layer = state.shape.state_of(task.layer)
     if state.modules and of_layer and not of_layer.attends:
         w, held = state.layer_weights.of(task), held_states(state, task)
         _finished(state, task, state.modules.run(step_key(task), task.payload.slot, task.layer, hidden, w, held))
         return
-    state.act = state.attended = NOTHING  # their memory is for the feed-forward rows
+    state.act = state.attended = NOTHING  # free their memory for the feed-forward rows
     if state.policy.attention == "host" and task.payload.step.decodes:  # the other slot's rows may be in use
         attended = state.buffers.attended[task.payload.slot, : len(hidden)]
     elif "merge_attended" not in task.payload.works:  # else the next mini-batch may have projected, into the other slot
@@ -205,13 +207,13 @@ def finish(state: State, task: Task) -> None:
     _finished(state, task, finished)
 
 
-#: Rows that pass through the rest of a layer at a time: prompts' feed-forward rows are the largest temporaries, whose
-#: sizes fragment a device's memory; this many occupy every processor.
+#: Maximum of rows that pass through the feed-forward network at a time. A prompt's feed-forward rows are the largest
+#: temporary tensors, and fragment a device's memory. This number keeps any processor busy.
 ROWS_AT_A_TIME = 8192
 
 
 def _finish_by_rows(state: State, w: dict[str, Parts], hidden_Rh: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """Return the rest of a layer's output, from hidden states and attention."""
+    """Run the rest of a layer, ROWS_AT_A_TIME rows at a time."""
     if len(hidden_Rh) <= ROWS_AT_A_TIME:
         return state.model.finish(state.shape, w, hidden_Rh, attended)
     finished = torch.empty_like(hidden_Rh)
@@ -222,7 +224,7 @@ def _finish_by_rows(state: State, w: dict[str, Parts], hidden_Rh: torch.Tensor, 
 
 
 def _finished(state: State, task: Task, hidden_Rh: torch.Tensor) -> None:
-    """Keep a layer's output: the next one's hidden states, and its own state."""
+    """Keep a layer's output (the next layer's hidden states) and its recurrent state."""
     state.hidden.keep(task, hidden_Rh)
     keep_states(state, task)
     if task.layer == state.shape.num_layers - 1:
@@ -230,7 +232,7 @@ def _finished(state: State, task: Task, hidden_Rh: torch.Tensor) -> None:
 
 
 def _head(state: State, hidden_Bh: torch.Tensor, step: tuple[int, int] | None = None) -> torch.Tensor:
-    """Return the logits [B, vocab] of hidden states [B, h], the last rows of ``step``."""
+    """Return the logits [B, vocab] of hidden states [B, h]. ``step``: see ``ModulePath.head``."""
     if state.modules:
         return state.modules.head(hidden_Bh, step)
     return state.model.head(state.shape, state.weights.outer, hidden_Bh)
@@ -244,7 +246,7 @@ def head(state: State, task: Task) -> None:
 
 
 def sample(state: State, task: Task) -> None:
-    """Choose each request's next token: for the token table, and for the host with NO_TOKEN for non-finite logits."""
+    """Choose each request's next token. The copy for the host has NO_TOKEN if logits are not finite."""
     tensors = state.tensors(task)
     finite = state.logits.amax(dim=-1).isfinite()
     logits = state.masks.masked(task.payload.step, state.logits)

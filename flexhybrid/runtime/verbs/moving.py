@@ -1,4 +1,4 @@
-"""Verbs of the links, the disk and the host's cores: loads, stores, and rows put into their blocks."""
+"""Verbs of the links, the disk and the host's cores: they load, store, and write rows to blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexhybrid.runtime.storage.disk import DiskSpace
 
 
 def read_weights(state: State, task: Task) -> None:
-    """disk -> host staging: a slice of a layer's disk bytes."""
+    """Read a part of a layer's disk bytes to the host's staging buffer."""
     part, weights = task.payload, state.weights
     first = weights.placed_of(task.layer).disk_from
     low, high = part.disk_start - first, part.disk_end - first
@@ -27,7 +27,7 @@ def read_weights(state: State, task: Task) -> None:
 
 
 def load_weights(state: State, task: Task) -> None:
-    """host and host staging -> device slot: a slice of a layer's streamed bytes."""
+    """Load a part of a layer's streamed bytes from the host and its staging buffer to a device slot."""
     part, weights = task.payload, state.weights
     slot, (_, first, disk_first) = state.slots.device[part.slot], weights.placed_of(task.layer)
     if part.end > part.start:
@@ -43,7 +43,7 @@ def load_weights(state: State, task: Task) -> None:
 
 
 def read_cache(state: State, task: Task, representation: str) -> None:
-    """disk -> host staging: the blocks of a mini-batch."""
+    """Read the disk's blocks of a mini-batch to the host's staging buffer."""
     step, reads = task.payload.step, []
     for segment in step.of(representation):
         if segment.tier != "disk":
@@ -58,7 +58,7 @@ def read_cache(state: State, task: Task, representation: str) -> None:
 
 
 def load_cache(state: State, task: Task, representation: str) -> None:
-    """host and host staging -> device: the blocks of a mini-batch."""
+    """Load the blocks of a mini-batch from the host and its staging buffer to the device."""
     step, slot = task.payload.step, task.payload.slot
     for segment in step.of(representation):
         if segment.tier == "device":
@@ -76,7 +76,7 @@ def load_cache(state: State, task: Task, representation: str) -> None:
 
 
 def store_cache(state: State, task: Task, representation: str) -> None:
-    """device staging -> landing strip: the new tokens' rows, and their places if a selection chooses them."""
+    """Store the new tokens' rows in the host's staging buffer, and their places if a selection chooses them."""
     slot, buffers = task.payload.slot, state.buffers
     for store in task.payload.step.stores:
         if store.representation == representation and store.tier != "device":
@@ -88,7 +88,7 @@ def store_cache(state: State, task: Task, representation: str) -> None:
 
 
 def scatter(state: State, task: Task) -> None:
-    """landing strips -> host blocks. Compiled, or by numpy alone: neither holds torch threads."""
+    """Write rows from the host's staging buffers to the host's blocks. It uses numba or numpy, but no torch threads."""
     slot = task.payload.slot
     for store in task.payload.step.stores:
         if store.tier == "host":
@@ -96,7 +96,7 @@ def scatter(state: State, task: Task) -> None:
 
 
 def put_rows(state: State, task: Task, store: Store, rows: torch.Tensor) -> None:
-    """Put new rows [n, row] into their places in a layer of a host pool."""
+    """Write new rows [n, row] to their places in a layer of a host pool."""
     pool = state.buffers.pools[store.space][task.layer]
     if state.buffers.head_major(store) and state.selection.chooses_places(task.payload.step):
         put_heads(pool, rows, state.cells(store, state.buffers.place_strip[task.payload.slot]), state.host_share)
@@ -107,8 +107,10 @@ def put_rows(state: State, task: Task, store: Store, rows: torch.Tensor) -> None
 def put_tokens(
     pool: torch.Tensor, rows: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray, share: Share = map
 ) -> None:
-    """Put rows [n, row] at the offsets [n] of blocks [n] in a contiguous pool, [·, 16, row] or head-major [·, 2, G, 16,
-    d]. ``share`` divides rows among threads: a GPU's link is faster than one thread."""
+    """Write rows [n, row] to ``offsets`` [n] of ``blocks`` [n] in a pool, [·, 16, row] or head-major [·, 2, G, 16, d].
+
+    The pool is contiguous. ``share`` divides rows among threads, because a GPU's link is faster than one thread.
+    """
     if not compiled.has_numba():
         by_head = (slice(None),) * (pool.dim() - 3)  # keys and values, heads
         as_numpy(pool)[blocks, *by_head, offsets] = as_numpy(rows).reshape(-1, *pool.shape[1:-2], pool.shape[-1])
@@ -123,8 +125,10 @@ def put_tokens(
 
 
 def put_heads(pool: torch.Tensor, rows: torch.Tensor, cells: tuple[Any, ...], share: Share = map) -> None:
-    """Put the keys and values of each head of rows [n, 2·G·d] into cells of their own in a pool [·, 2, G, 16, d]:
-    blocks, heads and offsets, which broadcast to [n, G]."""
+    """Write keys and values of each head of rows [n, 2·G·d] to separate cells of a pool [·, 2, G, 16, d].
+
+    ``cells``: blocks, heads and offsets, which broadcast to [n, G].
+    """
     blocks, heads, offsets = cells
     groups, d = pool.shape[2], pool.shape[-1]
     if not compiled.has_numba():
@@ -141,9 +145,9 @@ def put_heads(pool: torch.Tensor, rows: torch.Tensor, cells: tuple[Any, ...], sh
 
 
 def take_rows(source: torch.Tensor, rows: np.ndarray, target: torch.Tensor, share: Share = map) -> None:
-    """Copy target = source[rows], for contiguous memories of rows [·, n]."""
+    """Copy source[rows] to ``target``. Both are contiguous, [·, n]."""
     if not compiled.has_numba():
-        # With "clip" numpy writes to the target itself and releases the GIL meanwhile.
+        # With "clip", numpy writes to the target directly and releases the interpreter's lock meanwhile.
         np.take(as_numpy(source), rows, axis=0, out=as_numpy(target), mode="clip")
         return
     from flexhybrid.runtime.kernels.rows_numba import Pieces, Rows, copy_rows
@@ -153,19 +157,19 @@ def take_rows(source: torch.Tensor, rows: np.ndarray, target: torch.Tensor, shar
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return a numpy view of a CPU tensor, with 16-bit floats as integers: numpy has no bfloat16."""
+    """Return a numpy view of a CPU tensor. 16-bit floats become integers, because numpy has no bfloat16."""
     return (tensor.view(torch.int16) if tensor.element_size() == 2 else tensor).numpy()
 
 
 def write_cache(state: State, task: Task, representation: str) -> None:
-    """landing strip -> disk blocks: the new tokens' rows."""
+    """Write the new tokens' rows from the host's staging buffers to blocks on the disk."""
     slot, writes = task.payload.slot, []
     for store in task.payload.step.stores:
         if store.representation != representation or store.tier != "disk":
             continue
         pool, strip = state.buffers.disk_pools[store.space], state.buffers.strips[store.space][slot]
         place = store.blocks * BLOCK_TOKENS + store.offsets
-        starts = np.flatnonzero(np.r_[True, np.diff(place) != 1])  # neighbouring tokens make one write
+        starts = np.flatnonzero(np.r_[True, np.diff(place) != 1])  # one write for neighbouring tokens
         for start, end in zip(starts, np.r_[starts[1:], len(place)], strict=True):
             offset = pool.offset(task.layer, int(store.blocks[start]), int(store.offsets[start]))
             writes.append((offset, strip[start:end].view(-1).view(torch.uint8)))
@@ -173,9 +177,9 @@ def write_cache(state: State, task: Task, representation: str) -> None:
 
 
 def disk_space(space: DiskSpace | None) -> DiskSpace:
-    """Return the space; raise ValueError if the policy puts nothing there."""
+    """Return the space. Raise ValueError if there is none."""
     if space is None:
-        raise ValueError("a task reads or writes disk space that was never made")
+        raise ValueError("a task needs disk space, but the policy has none")
     return space
 
 
@@ -183,18 +187,18 @@ def disk_space(space: DiskSpace | None) -> DiskSpace:
 
 
 def load_hidden(state: State, task: Task) -> None:
-    """host -> device: the hidden states of a mini-batch."""
+    """Load the hidden states of a mini-batch from the host to the device."""
     source = state.hidden.host_rows(task)
     state.copies.copy_h2d(state.hidden.slot(task, len(source)), source)
 
 
 def store_hidden(state: State, task: Task) -> None:
-    """device -> host: the hidden states of a mini-batch."""
+    """Store the hidden states of a mini-batch on the host."""
     state.copies.copy_d2h(state.hidden.host_rows(task), state.hidden.of(task))
 
 
 def store_query(state: State, task: Task) -> None:
-    """device -> host: new keys, values and queries, for attention there."""
+    """Store new keys, values and queries on the host, for attention on the host."""
     kvq, requests = state.kvq[task.payload.slot], len(task.payload.step.requests)
     if len(kvq) > requests:  # rows of a recomputed prefix come before each request's new one
         kvq = kvq.unflatten(0, (requests, -1))[:, -1].contiguous()
@@ -202,13 +206,13 @@ def store_query(state: State, task: Task) -> None:
 
 
 def load_attended(state: State, task: Task) -> None:
-    """host -> device: the output of attention on the host."""
+    """Load the output of attention on the host to the device."""
     slot, rows = task.payload.slot, len(task.payload.step.requests)
     state.copies.copy_h2d(state.buffers.attended[slot, :rows], state.buffers.out_strip[slot, :rows])
 
 
 def store_out(state: State, task: Task) -> None:
-    """device -> host: the sampled tokens, and the log probabilities that requests ask for."""
+    """Store the sampled tokens, and the log probabilities that requests ask for, on the host."""
     target = state.sampled.on_host(task.payload.step)
     tokens = state.sampled.on_device[task.mini_batch][: len(target)]
     state.copies.copy_d2h(target, tokens)

@@ -1,4 +1,4 @@
-"""Verbs that move the states of recurrent layers, and what the compute verbs read and leave of them."""
+"""Verbs that move the states of recurrent layers, and functions with which compute verbs read and write states."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from flexhybrid.runtime.models.module import Held
 
 
 def load_state(state: State, task: Task) -> None:
-    """host -> device slot: the states of a mini-batch's requests in a layer."""
+    """Load the states of a mini-batch's requests in a layer from the host to a device slot."""
     for room, pool, (first, place, count) in _moved(state, task):
         state.copies.copy_h2d(room[first : first + count], pool[place : place + count])
 
 
 def store_state(state: State, task: Task) -> None:
-    """device slot -> host: the states that a layer has left."""
+    """Store the states that a layer wrote from a device slot to the host."""
     for room, pool, (first, place, count) in _moved(state, task):
         state.copies.copy_d2h(pool[place : place + count], room[first : first + count])
 
 
 def _moved(state: State, task: Task) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]]:
-    """Yield a slot's room, the pool and (first row of the room, first place of the pool, count) of each copy."""
+    """Yield (slot's memory, pool, (first row in the slot, first place in the pool, count)) for each copy."""
     places, states = state.state_places[task.payload.step.requests], state.buffers.states
     starts = np.flatnonzero(np.r_[True, np.diff(places) != 1])
     ends = np.r_[starts[1:], len(places)]
@@ -36,7 +36,7 @@ def _moved(state: State, task: Task) -> Iterator[tuple[torch.Tensor, torch.Tenso
 
 
 def held_states(state: State, task: Task) -> Held:
-    """Return the states [B, …] that the task's layer continues; None if it keeps none or a prompt begins."""
+    """Return the states [B, …] of the task's layer; None if it has none, or if a prompt begins."""
     step, states = task.payload.step, state.buffers.states
     if not step.decodes or task.layer not in states.pools:
         return None
@@ -49,7 +49,7 @@ def held_states(state: State, task: Task) -> Held:
 
 
 def keep_states(state: State, task: Task) -> None:
-    """Store the states that the task's layer left, or put them where the link takes them."""
+    """Copy the states that the task's layer wrote to their pool, or to the slot that ``store_state`` reads."""
     step, states = task.payload.step, state.buffers.states
     if state.modules is None or task.layer not in states.pools:
         return

@@ -1,7 +1,7 @@
-"""Verbs of selections: ``rank`` of those that choose the tokens of a prompt that stay, and a speculative one's.
+"""Verbs of selections: ``rank`` chooses the tokens to keep; the others belong to the speculative selection.
 
-The latter keep columns after the prompt, choose the next layer's tokens in the decode, and gather their rows. And the
-variants of loads, conversions and attention in layers that read chosen tokens.
+A speculative selection keeps partial keys after a prompt. In the decode, it chooses the tokens of the next layer and
+gathers their rows. Variants of load, conversion and assembly verbs follow, for layers that read only chosen tokens.
 """
 
 import numpy as np
@@ -25,8 +25,7 @@ State = Executor[Speculation]
 
 
 def rank(state: Executor[HeavyHitters | Speculation], task: Task) -> None:
-    """Choose the tokens that stay: of a prompt, the rows of the best go to staging; in the decode the new token takes
-    the place of the worst."""
+    """Choose the tokens to keep: after a prompt, stage the best tokens' rows; in the decode, replace the worst one."""
     step, slot, selection = task.payload.step, task.payload.slot, state.selection
     if isinstance(selection, HeavyHitters) and not step.prefill:
         selection.after_token(task.layer, step, slot)
@@ -46,8 +45,7 @@ def rank(state: Executor[HeavyHitters | Speculation], task: Task) -> None:
 
 
 def speculate(state: State, task: Task) -> None:
-    """After the prompt: keep this layer's partial query weights and keys. In the decode: choose the tokens that the
-    next layer fetches."""
+    """After a prompt, keep partial query weights and keys; in the decode, choose the next layer's tokens."""
     step = task.payload.step
     if step.prefill:
         keys, _, queries = split_heads(state.shape, state.kvq[task.payload.slot])
@@ -59,13 +57,13 @@ def speculate(state: State, task: Task) -> None:
 
 
 def store_index(state: State, task: Task) -> None:
-    """device -> host: which tokens the next layer fetches."""
+    """Store the indices of the next layer's chosen tokens on the host."""
     for choice in state.selection.guess(task.payload.step).choices.values():
         state.copies.copy_d2h(choice.of(state.buffers.host_index), choice.of(state.selection.index))
 
 
 def gather(state: State, task: Task) -> None:
-    """Lay the rows of the chosen tokens side by side in host memory. Only now is known what moves."""
+    """Gather the rows of the chosen tokens in host memory, and record how many there are."""
     slot, num_tokens = task.payload.slot, {}
     for representation, choice in state.selection.guess(task.payload.step).choices.items():
         segment, index_BXS = choice.segment, choice.of(state.buffers.host_index).numpy()
@@ -91,8 +89,7 @@ def gather(state: State, task: Task) -> None:
 def _take_heads(
     pool: torch.Tensor, block: np.ndarray, head: np.ndarray, offset: np.ndarray, out: tuple[torch.Tensor, Share]
 ) -> None:
-    """Copy keys and values of single heads from a pool [blocks, 2, G, 16, d] to a target [2, n, d], by the threads that
-    go with it."""
+    """Copy keys and values of single heads from a pool [blocks, 2, G, 16, d]. ``out``: target [2, n, d], ``Share``."""
     groups = pool.shape[2]
     rows = (2 * block * groups + head) * BLOCK_TOKENS + offset
     for part, behind in zip(out[0], (0, groups * BLOCK_TOKENS), strict=True):
@@ -103,7 +100,7 @@ def _take_heads(
 
 
 def load_chosen(state: State, task: Task, representation: str) -> None:
-    """host -> device: the gathered rows, in one copy of exactly their bytes."""
+    """Load the gathered rows to the device, in one copy."""
     key, buffers = (representation, task.payload.slot), state.buffers
     fetched = state.selection.fetched[key] = state.selection.gathered[key]
     state.copies.copy_h2d(
@@ -115,7 +112,7 @@ def load_chosen(state: State, task: Task, representation: str) -> None:
 
 
 def dequantize_chosen(state: State, task: Task, representation: str) -> None:
-    """Unpack the fetched rows to the compute dtype."""
+    """Dequantize the fetched rows to the compute dtype."""
     slot, buffers = task.payload.slot, state.buffers
     tokens = state.selection.take(representation, slot).tokens
     packed = buffers.chosen_rows(buffers.loaded, representation, slot, tokens)
@@ -123,7 +120,7 @@ def dequantize_chosen(state: State, task: Task, representation: str) -> None:
 
 
 def kv_gen_chosen(state: State, task: Task) -> None:
-    """Recompute keys and values from the fetched ACT."""
+    """Recompute keys and values from the fetched ACT rows."""
     slot, selection = task.payload.slot, state.selection
     fetched = selection.taken["act"] if state.buffers.packed("act") else selection.take("act", slot)
     rotation = None if fetched.positions is None else state.steps.rotation_at(fetched.positions)
@@ -131,10 +128,9 @@ def kv_gen_chosen(state: State, task: Task) -> None:
 
 
 def assemble_chosen(state: State, task: Task) -> None:
-    """Lay the fetched tokens side by side, representation by representation, each request's padded to the longest;
-    then the new tokens."""
+    """Assemble the fetched tokens of each representation, padded to the longest request; then the new tokens."""
     step, slot, buffers = task.payload.step, task.payload.slot, state.buffers
-    if step.of("kv") and not buffers.packed("kv"):  # those that are unpacked or recomputed were taken then
+    if step.of("kv") and not buffers.packed("kv"):  # others were taken when they were dequantized or recomputed
         state.selection.take("kv", slot)
     fetched = [state.selection.taken[segment.representation] for segment in step.segments if segment.max_tokens]
     targets = buffers.attention_views(len(step.requests), sum(tokens.most for tokens in fetched) + 1)
