@@ -130,7 +130,6 @@ class Lane:
             return [ordinal for ordinal, _ in self._waiting]
 
     def _note_time(self, task: Task, seconds: float) -> None:
-        """Add a task's seconds to its line's times."""
         key = task.verb, task.resource, task.work.line
         if (times := self.line_times.get(key)) is None:
             times = self.line_times[key] = LineTimes()
@@ -298,10 +297,7 @@ class Clock:
     """
 
     def __init__(
-        self,
-        lanes: Iterable[Lane],
-        hazards: Iterable[str] = HAZARDS,
-        on_fail: Callable[[], None] = lambda: None,
+        self, lanes: Iterable[Lane], hazards: Iterable[str] = HAZARDS, on_fail: Callable[[], None] = lambda: None
     ):
         self.lanes = {lane.name: lane for lane in lanes}
         self._issuer = next((lane.issuer for lane in self.lanes.values() if lane.issuer), None)

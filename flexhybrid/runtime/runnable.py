@@ -18,12 +18,9 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
             f"policy {policy.name}: bits.kv is {policy.bits.kv} and bits.act {policy.bits.act}; model {shape.name} "
             'keeps no keys and values: both must be "native"'
         )
-    row_sizes = {"weights": weight_rows, "kv": (shape.kv_width,), "act": (shape.act_width,)}
-    for name, sizes in row_sizes.items():
-        bits, group = (
-            getattr(policy.bits, name),
-            {"kv": shape.kv_group, "act": shape.act_group}.get(name, GROUP_ELEMENTS),
-        )
+    kv, act = ((shape.kv_width,), shape.kv_group), ((shape.act_width,), shape.act_group)
+    for name, (sizes, group) in {"weights": (weight_rows, GROUP_ELEMENTS), "kv": kv, "act": act}.items():
+        bits = getattr(policy.bits, name)
         unit = 1 if bits == "native" else row_unit(bits, group)
         if odd := [size for size in sizes if size % unit]:
             raise InputError(

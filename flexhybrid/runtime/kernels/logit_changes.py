@@ -97,9 +97,10 @@ def step_changes(
     allowed = [(row, change.allowed_ids) for row, change in asking if change.allowed_ids is not None]
     held = [(row, c.held_ids, np.full(len(c.held_ids), -np.inf)) for row, c in asking if positions[row] < c.held_until]
     added = [(row, change.bias_ids, change.bias_values) for row, change in asking if len(change.bias_ids)] + held
+    values = np.concatenate([values for *_, values in added]) if added else np.empty(0)
     step = StepChanges(
-        allowed=_allowed(allowed, to_device) if allowed else None,
-        added=_added(added, to_device) if added else None,
+        allowed=(to_device(np.array([row for row, _ in allowed])), *_cells(allowed, to_device)) if allowed else None,
+        added=(*_cells(added, to_device), to_device(values.astype(np.float32))) if added else None,
         bad_words=_bad_words(asking, positions, first_cells, to_device),
         penalties=_penalties(asking, positions, first_cells, to_device),
         forbids=any(change.forbids for _, change in asking),
@@ -108,16 +109,10 @@ def step_changes(
     return step if any(part is not None for part in parts) else None
 
 
-def _allowed(allowed: list[tuple[int, np.ndarray]], to_device: ToDevice):
-    rows = np.array([row for row, _ in allowed])
-    sizes = [len(ids) for _, ids in allowed]
-    return to_device(rows), to_device(np.repeat(rows, sizes)), to_device(np.concatenate([ids for _, ids in allowed]))
-
-
-def _added(added: list[tuple[int, np.ndarray, np.ndarray]], to_device: ToDevice):
-    rows = np.repeat([row for row, _, _ in added], [len(ids) for _, ids, _ in added])
-    ids, values = (np.concatenate([entry[part] for entry in added]) for part in (1, 2))
-    return to_device(rows), to_device(ids), to_device(values.astype(np.float32))
+def _cells(entries: Sequence[tuple], to_device: ToDevice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row and the token of each id in entries (row, ids, …)."""
+    rows = np.repeat([row for row, *_ in entries], [len(ids) for _, ids, *_ in entries])
+    return to_device(rows), to_device(np.concatenate([ids for _, ids, *_ in entries]))
 
 
 def _bad_words(asking, positions: np.ndarray, first_cells: np.ndarray, to_device: ToDevice) -> BadWords | None:

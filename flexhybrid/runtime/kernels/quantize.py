@@ -90,11 +90,7 @@ def packed_bytes(elements: int, bits: int | str, group: int = GROUP_ELEMENTS) ->
 
 
 def quantize(
-    rows: torch.Tensor,
-    bits: int,
-    out: torch.Tensor | None = None,
-    group: int = GROUP_ELEMENTS,
-    share: Share = map,
+    rows: torch.Tensor, bits: int, out: torch.Tensor | None = None, group: int = GROUP_ELEMENTS, share: Share = map
 ) -> torch.Tensor:
     """Pack rows [..., n] of float32, bfloat16 or float16 to uint8 [..., packed_bytes(n, bits, group)].
 

@@ -51,11 +51,8 @@ class SamplingPlan:
 
     def select(self, members: np.ndarray) -> SamplingPlan:
         """Return the plan of the requests with these indices."""
-        picked: dict[str, Any] = {}
-        for name in PLAN_FIELDS:
-            value = getattr(self, name)
-            picked[name] = tuple(value[i] for i in members) if isinstance(value, tuple) else value[members]
-        return SamplingPlan(**picked)
+        values = (getattr(self, name) for name in PLAN_FIELDS)
+        return SamplingPlan(*(tuple(v[i] for i in members) if isinstance(v, tuple) else v[members] for v in values))
 
 
 PLAN_FIELDS = tuple(field.name for field in fields(SamplingPlan))
@@ -63,11 +60,8 @@ PLAN_FIELDS = tuple(field.name for field in fields(SamplingPlan))
 
 def joined_plans(plans: Sequence[SamplingPlan]) -> SamplingPlan:
     """Return the plan of the requests of all plans."""
-    joined: dict[str, Any] = {}
-    for name in PLAN_FIELDS:
-        each = [getattr(plan, name) for plan in plans]
-        joined[name] = tuple(chain.from_iterable(each)) if isinstance(each[0], tuple) else np.concatenate(each)
-    return SamplingPlan(**joined)
+    fields_of = ([getattr(plan, name) for plan in plans] for name in PLAN_FIELDS)
+    return SamplingPlan(*(tuple(chain(*of)) if isinstance(of[0], tuple) else np.concatenate(of) for of in fields_of))
 
 
 def greedy_plan(num_requests: int) -> SamplingPlan:

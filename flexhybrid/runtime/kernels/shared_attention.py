@@ -51,11 +51,7 @@ def grouped(q_BNHd: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def attend_and_sum(
-    q_BGrNd: torch.Tensor,
-    k_BGTd: torch.Tensor,
-    v_BGTd: torch.Tensor,
-    mask: torch.Tensor | None,
-    rule: ScoreRule,
+    q_BGrNd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> Weighed:
     """Attend causally with few new tokens; Q = r · N. ``mask``: added to scores."""
     repeats, new, tokens = *q_BGrNd.shape[2:4], k_BGTd.shape[2]

@@ -23,7 +23,7 @@ from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, check_plain, st
 from flexhybrid.core.model.stored import PackedFormat, packed_format
 from flexhybrid.runtime.models.coroutines import hosted
 from flexhybrid.runtime.models.latent import tensors_in
-from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, look, measure
+from flexhybrid.runtime.models.probe import ROWS, LayerFacts, look, measure
 from flexhybrid.runtime.models.transformer import Layers, Unsupported, build, check_libraries, decoder_layers, one_line
 
 FAMILY = "module"  #: family of shapes that run through transformers' layers
@@ -142,7 +142,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
         folder=str(folder.resolve()),
         kinds=tuple(kinds),
         kind_of=tuple(kind_of),
-        outer_elements=_elements(outer),
+        outer_elements=sum(tensor.numel() for tensor in outer),
         experts_share=share,
         work=work,
         latent=latent,
@@ -168,7 +168,10 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
         bias=False,
         dtype=dtype,
         eos_token_ids=end_tokens(folder, model.config.eos_token_id, text.eos_token_id),
-        attention=tuple(_attention_kind(fact.attention) for fact in facts),
+        attention=tuple(
+            AttentionKind(of.window, None, of.softcap, of.sinks) if of else AttentionKind()
+            for of in (fact.attention for fact in facts)
+        ),
         states=states,
         sources=sources if any(fact.source is not None for fact in facts) else (),
         modules=modules,
@@ -193,10 +196,6 @@ def _borrowed(layer: torch.nn.Module, fact: LayerFacts) -> tuple[LayerTensor, ..
     )
 
 
-def _attention_kind(fact: AttentionFacts | None) -> AttentionKind:
-    return AttentionKind(fact.window, None, fact.softcap, fact.sinks) if fact else AttentionKind()
-
-
 def _check_cache(text, windows: Mapping[int, int | None], longest: int) -> None:
     """Raise Unsupported if transformers' own cache drops tokens that a layer's mask shows.
 
@@ -213,10 +212,6 @@ def _check_cache(text, windows: Mapping[int, int | None], longest: int) -> None:
         kept = cached.sliding_window if hasattr(cached, "keys") and cached.is_sliding else None
         if kept is not None and (window or longest) > kept:
             raise Unsupported(f"its cache keeps {kept} tokens of a layer, and its mask lets see more")
-
-
-def _elements(tensors: list[torch.Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
 
 
 def _positions(model) -> int:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexhybrid.core.model.states import LayerState, WorkBytes
 from flexhybrid.runtime.models.allocations import peak_bytes
-from flexhybrid.runtime.models.latent import KvGen, Marks, kv_gen_of
+from flexhybrid.runtime.models.latent import KvGen, Marks, kv_gen_of, tensors_in
 from flexhybrid.runtime.models.states import (
     MEASURED,
     cache_of,
@@ -100,31 +100,22 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self._note((args, tuple(kwargs.values())))
+        self.seen |= set(map(id, tensors_in((args, kwargs))))
         if getattr(func, "__name__", "") in GROUPED:  # torch's own runs only in bfloat16 on the meta device
             self.grouped.add((len(args[0]), len(args[1])))
             return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
         return func(*args, **kwargs)
-
-    def _note(self, value) -> None:
-        if isinstance(value, torch.Tensor):
-            self.seen.add(id(value))
-        elif isinstance(value, (tuple, list)):
-            for inner in value:
-                self._note(inner)
 
 
 class _NoPadding(TorchFunctionMode):
     """Replaces counts of padding (one per text, on the meta device) by zeros, so that they have values."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        args = [torch.zeros_like(a, device="cpu") if self._counts(a) else a for a in args]
-        return func(*args, **(kwargs or {}))
-
-    def _counts(self, value) -> bool:
-        return (
-            isinstance(value, torch.Tensor) and value.is_meta and value.shape == (1,) and not value.is_floating_point()
-        )
+        given = list(args)
+        for i, value in enumerate(args):
+            if isinstance(value, torch.Tensor) and value.is_meta and value.shape == (1,):
+                given[i] = value if value.is_floating_point() else torch.zeros_like(value, device="cpu")
+        return func(*given, **(kwargs or {}))
 
 
 class _TaggedMask:
@@ -418,7 +409,7 @@ def _attention_facts(
     if options.get("is_causal") is False:
         raise Unsupported(f"{where} looks at tokens that come later")
     for name, option in options.items():
-        if name not in (*SILENT, "is_causal") and _asks(option):
+        if name not in (*SILENT, "is_causal") and (isinstance(option, torch.Tensor) or option):
             raise Unsupported(f"its attention has {name}")
     return AttentionFacts(
         module=made.module,
@@ -436,13 +427,9 @@ def _attention_facts(
     )
 
 
-def _asks(option) -> bool:
-    return isinstance(option, torch.Tensor) or bool(option)
-
-
 def _argument(value, sources: dict[str, Any], where: str) -> Argument:
     """Return the source of an attention module's argument. Raise Unsupported if a tensor is none of the layer's."""
-    if not _holds_tensor(value) and not isinstance(value, MutableMapping):
+    if next(tensors_in(value), None) is None and not isinstance(value, MutableMapping):
         return Argument(None, None if isinstance(value, _TaggedMask) or is_stand_in(value) else value)
     for kind, source in sources.items():
         for key, other in source.items() if isinstance(source, dict) else enumerate(source):
@@ -453,9 +440,3 @@ def _argument(value, sources: dict[str, Any], where: str) -> Argument:
                     if inner is value:
                         return Argument((kind, key, place))
     raise Unsupported(f"{where} takes a tensor that is not of its layer's arguments")
-
-
-def _holds_tensor(value) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_holds_tensor, value))
-    return isinstance(value, torch.Tensor)

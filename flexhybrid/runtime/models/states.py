@@ -9,7 +9,7 @@ Shapes: R rows of a grid [B, width], each request's rows first; h hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -365,15 +365,10 @@ def _left(
         if not made.own.changes:
             raise Unsupported(f"layer {index} cannot be run by itself ({one_line(error)})") from error
     left = []
-    for kind, place, tensor in _tensors(made.own):
-        if tensor.shape[0] != group.batch:
+    states = [(kind, *item) for kind in KINDS for item in getattr(made.own, f"{kind}_states").items()]
+    for kind, place, tensor in states:
+        if tensor is not None and tensor.shape[0] != group.batch:
             raise Unsupported(f"the state of layer {index} is not one a request")
-        left.append(StateTensor(kind, place, tuple(tensor.shape[1:]), tensor.dtype == torch.float32))
+        if tensor is not None:
+            left.append(StateTensor(kind, place, tuple(tensor.shape[1:]), tensor.dtype == torch.float32))
     return left, attends
-
-
-def _tensors(own: Any) -> Iterable[tuple[str, int, torch.Tensor]]:
-    for kind in KINDS:
-        for place, tensor in getattr(own, f"{kind}_states").items():
-            if tensor is not None:
-                yield kind, place, tensor

@@ -248,7 +248,7 @@ def decoder_layers(model) -> torch.nn.ModuleList:
     count = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
     lists = [m for m in lists if all(any(part.children()) for part in m)]  # exclude lists of single matrices
-    whole = [m for m in lists if not any(m is not other and _within(m, other) for other in lists)]
+    whole = [m for m in lists if not any(m is not other and m in set(other.modules()) for other in lists)]
     if len(whole) != 1:
         raise Unsupported(f"it has {len(whole)} lists of {count} layers")
     return whole[0]
@@ -264,10 +264,6 @@ def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
             lambda t: (t.dtype, t.shape, t.stride()),
         )
     )
-
-
-def _within(module: torch.nn.Module, outer: torch.nn.Module) -> bool:
-    return any(module is inner for inner in outer.modules())
 
 
 class Layers:

@@ -88,7 +88,7 @@ def _kept(dtype: str, group: int, key: str) -> AttentionPaths:
         choices = content if isinstance(content, dict) else {}
     if kept := paths_of(choices.get(key)):
         return kept
-    measured = _measured(dtype, group)
+    measured = AttentionPaths(*(_fastest(dtype, group, *case) for case in zip(SIZES, USUAL[:3], strict=True)))
     with contextlib.suppress(OSError, InputError):  # a choice that cannot be stored is valid for this process
         write_by_rename(cache_folder() / FILE, json.dumps({**choices, key: measured._asdict()}, indent=1))
     return measured
@@ -108,14 +108,9 @@ def candidates(dtype: str) -> list[str]:
     return [name for name in PATHS if name != "flash" and (dtype != "float32" or not name.endswith("float32"))]
 
 
-def _measured(dtype: str, group: int) -> AttentionPaths:
-    """Time every candidate in every phase."""
-    prompt, chunk, decode = (_fastest(dtype, group, *case) for case in zip(SIZES, USUAL[:3], strict=True))
-    return AttentionPaths(prompt, chunk, decode)
-
-
 @torch.inference_mode()
 def _fastest(dtype: str, group: int, sizes: tuple[int, int, int], usual: str) -> str:
+    """Time every candidate in one phase; return the fastest, or ``usual`` if the fastest is not worth a change."""
     (batch, new, tokens), groups = sizes, max(1, HEADS // group)
     keys, values = torch.ones(2, batch, groups, tokens, HEAD_DIM, dtype=getattr(torch, dtype))
     query = keys.new_ones(batch, new, groups * group, HEAD_DIM)

@@ -408,11 +408,9 @@ def typical_of_passes(*passes: dict[tuple, float]) -> ProfileSamples:
 
 def _apart(passes: Sequence[TaskTimes], device: str) -> set:
     """Return the sizes of REPORTED_S or more whose two shortest times differ by more than AGREE."""
-    values: dict[tuple, list[float]] = {}
-    for times in passes:
-        for key, seconds in typical_times(times, device).items():
-            values.setdefault(key, []).append(seconds)
-    return {key for key, of in values.items() if len(of) > 1 and sorted(of)[1] > max(AGREE * min(of), REPORTED_S)}
+    typical = [typical_times(times, device) for times in passes]
+    shortest = {key: sorted(of[key] for of in typical if key in of)[:2] for key in set().union(*typical)}
+    return {key for key, of in shortest.items() if of[-1] > max(AGREE * of[0], REPORTED_S)}
 
 
 def _lower_half(samples: Sequence[float]) -> float:

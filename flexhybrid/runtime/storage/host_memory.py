@@ -48,7 +48,6 @@ class HostMemory:
         return tensor
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a zeroed tensor."""
         return self.bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 

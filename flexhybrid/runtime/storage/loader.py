@@ -104,16 +104,9 @@ class Checkpoint:
         needed = dict(self._wanted())
         _check_plain(self.path, self._stored, dict.fromkeys(needed, True))
         for name, wanted in needed.items():
-            if name not in self._stored:
-                hint = " (it says tie_word_embeddings = false)" if name == "lm_head.weight" else ""
-                raise InputError(
-                    f"{self.path}: tensor {name} is missing; config.json asks for shape {list(wanted)}{hint}"
-                )
-            stored = self._stored[name]
-            if stored.shape != list(wanted):
-                raise InputError(
-                    f"{self.path}: tensor {name} has shape {stored.shape}, config.json asks for {list(wanted)}"
-                )
+            stored = self._stored.get(name)
+            hint = " (it says tie_word_embeddings = false)" if name == "lm_head.weight" else ""
+            _check_size(f"{self.path}: tensor {name}", stored and stored.shape, list(wanted), hint)
 
     def read(self, name: str) -> torch.Tensor:
         try:
@@ -194,10 +187,7 @@ class ModuleTensors:
         tied = {name: names for names in self._names.outside.values() for name in names}
         for name, size in self._sizes.items():
             have = next((found[other] for other in tied.get(name, (name,)) if other in found), None)
-            if have is None:
-                raise InputError(f"{self.path}: tensor {name} is missing; config.json asks for shape {size}")
-            if have != size:
-                raise InputError(f"{self.path}: tensor {name} has shape {have}, config.json asks for {size}")
+            _check_size(f"{self.path}: tensor {name}", have, size)
 
     def _made(self, layer: int | None) -> Iterator[tuple[str, torch.Tensor]]:
         reads = {name: part.read for name, part in self._stored.items()}
@@ -234,6 +224,14 @@ class _Stored(NamedTuple):
     def rows(self, first: int, end: int) -> "_Stored":
         """Return rows first … end - 1 as a tensor."""
         return self._replace(shape=[end - first, *self.shape[1:]], read=lambda: self.read()[first:end])
+
+
+def _check_size(tensor: str, found: list[int] | None, wanted: list[int], hint: str = "") -> None:
+    """Raise InputError if a tensor is missing (None) or has a wrong shape."""
+    if found is None:
+        raise InputError(f"{tensor} is missing; config.json asks for shape {wanted}{hint}")
+    if found != wanted:
+        raise InputError(f"{tensor} has shape {found}, config.json asks for {wanted}")
 
 
 def _is_same(one: _Stored, other: _Stored) -> bool:

@@ -275,7 +275,6 @@ class Graphs:
         self.plain = {verb: state.verbs[verb] for verb in (*VERBS, *ENDS)}
 
     def forget(self) -> None:
-        """Delete all graphs."""
         self._recordings, self.used = {}, {}
 
     # ---- tensors at fixed addresses

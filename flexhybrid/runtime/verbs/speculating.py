@@ -13,7 +13,6 @@ from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.kernels.attention import split_heads
-from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
 from flexhybrid.runtime.selections.speculative import Fetched, Speculation
 from flexhybrid.runtime.step_tensors import mask_of
@@ -79,21 +78,14 @@ def gather(state: State, task: Task) -> None:
         block = segment.held[np.nonzero(chosen)[0], index_BXS[chosen] // BLOCK_TOKENS].astype(np.int64)
         offset = (index_BXS % BLOCK_TOKENS)[chosen]
         if choice.each_head:
-            _take_heads(pool, block, np.nonzero(chosen)[1], offset, (target, state.host_share))
+            heads = pool.view(-1, pool.shape[-1])  # rows of blocks [2, G, 16, d]
+            keys = (2 * block * pool.shape[2] + np.nonzero(chosen)[1]) * BLOCK_TOKENS + offset
+            take_rows(heads, keys, target[0], state.host_share)
+            take_rows(heads, keys + pool.shape[2] * BLOCK_TOKENS, target[1], state.host_share)
         else:
             take_rows(pool.view(-1, target.shape[-1]), block * BLOCK_TOKENS + offset, target, state.host_share)
     stored, rows = state.wave.stored, (num_tokens.get("kv", 0), num_tokens.get("act", 0))
     state.resolve(task, work.scatter_rows(state.shape, stored.kv, stored.act, *rows))
-
-
-def _take_heads(
-    pool: torch.Tensor, block: np.ndarray, head: np.ndarray, offset: np.ndarray, out: tuple[torch.Tensor, Share]
-) -> None:
-    """Copy keys and values of single heads from a pool [blocks, 2, G, 16, d]. ``out``: target [2, n, d], ``Share``."""
-    groups = pool.shape[2]
-    rows = (2 * block * groups + head) * BLOCK_TOKENS + offset
-    for part, behind in zip(out[0], (0, groups * BLOCK_TOKENS), strict=True):
-        take_rows(pool.view(-1, pool.shape[-1]), rows + behind, part, out[1])
 
 
 # ---- layers that read chosen tokens

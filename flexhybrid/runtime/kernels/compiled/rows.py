@@ -80,8 +80,6 @@ def _at(builder, pointer, index, bits):
 
 @intrinsic
 def _get(_context, kind, pointer, index):
-    """Return the bits of an element of this kind."""
-
     def emit(builder, _, pointer, index):
         value = builder.load(_at(builder, pointer, index, kind.bitwidth), typ=ir.IntType(kind.bitwidth))
         value.align = 1
@@ -225,7 +223,6 @@ def _group_at(builder, place, bits):
 
 
 def _group(builder, place, bits):
-    """Load a group of elements."""
     at, group = _group_at(builder, place, bits)
     value = builder.load(at, typ=group)
     value.align = 1
