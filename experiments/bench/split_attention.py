@@ -27,9 +27,9 @@ from experiments.bench.overlap import (
 )
 from flexhybrid.core.policy import Placement
 from flexhybrid.jobs.profile.job import fastest_dtype
+from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
-from flexhybrid.runtime.process_settings import torch_threads
 from sim.presets import kv_only
 
 HOST_SHARES = (0.4, 0.5, 0.6)  #: of the context; the best one counts
