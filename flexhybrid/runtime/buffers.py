@@ -41,7 +41,6 @@ class RowFormat(NamedTuple):
         quantize(rows, self.bits, out, self.group, share)
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor, share: Share = map) -> None:
-        """Dequantize rows to the compute dtype."""
         dequantize(packed, self.bits, out.dtype, out, self.group, share)
 
 
@@ -192,7 +191,7 @@ class Buffers:
         self.hidden_slots = on_device(NUM_SLOTS, sizes.step_rows if hidden_on_host else 0, hidden)
         self.host_hidden = on_host(sizes.hidden_rows if hidden_on_host else 0, hidden)
         strip_rows = sizes.decode_batch if policy.host_attends else 0
-        #: the host's output: whole, or the part that the device merges with its own, in float32 with a sum per head
+        #: attention output of the host; if the device attends too: float32, with log(denominator) for each head
         part = (
             (shape.query_width, dtype)
             if policy.attention == "host"

@@ -257,7 +257,6 @@ class Engine:
         return WaveResult(*collector.results(), trace, lanes, clock.launch_s, self._graphs_summary(executor))
 
     def _graphs_summary(self, executor: Executor) -> str:
-        """Return ``WaveResult.graphs``."""
         if self.device.type != "cuda":
             return ""
         if executor.graphs:

@@ -61,12 +61,12 @@ class Extent(NamedTuple):
 
     @property
     def seen(self) -> np.ndarray:
-        """Return each request's tokens that are not hidden, [B]."""
+        """Return the number of visible tokens of each request, [B]."""
         filled = np.clip(self.tokens[:, None] - np.arange(self.blocks.shape[1]) * BLOCK_TOKENS, 0, BLOCK_TOKENS)
         return np.maximum(filled - (0 if self.hidden is None else self.hidden), 0).sum(1)
 
     def of_rows(self, rows: np.ndarray) -> Extent:
-        """Return the extent of these requests."""
+        """Return the extent of some requests (``rows``)."""
         hidden = None if self.hidden is None else self.hidden[rows]
         return self._replace(blocks=self.blocks[rows], tokens=self.tokens[rows], hidden=hidden)
 

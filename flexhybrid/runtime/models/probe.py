@@ -101,7 +101,7 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.seen |= set(map(id, tensors_in((args, kwargs))))
-        if getattr(func, "__name__", "") in GROUPED:  # torch's own runs only in bfloat16 on the meta device
+        if getattr(func, "__name__", "") in GROUPED:  # on the meta device, torch's function runs only in bfloat16
             self.grouped.add((len(args[0]), len(args[1])))
             return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
         return func(*args, **kwargs)

@@ -108,7 +108,7 @@ def _mask(*_, mask_function, **others):
 
 @contextmanager
 def masks_made_by(maker: Callable) -> Iterator[None]:
-    """Let ``maker`` make the model's masks inside the context, from mask functions. Outside, masks are None."""
+    """Let ``maker`` make the model's masks from mask functions inside the context. Outside, masks are None."""
     _mask_maker.append(maker)
     try:
         yield

@@ -279,7 +279,7 @@ def profile(
     result.samples["compute"] = result.samples.get("assemble", result.samples["attend"])
     result.samples["host_compute"] = result.samples["scatter"]
     if "dequantize_weights" in result.samples:
-        # All layers have one size, which gives no slope. The samples of keys and values do, at the same rate.
+        # All layers have one size, so their samples give no slope. Keys and values are dequantized at the same rate.
         result.samples["dequantize_weights"] += result.samples["dequantize_kv"]
     if device.type == "cpu":
         result.faster_dtype = faster_cpu_dtype(shape)
@@ -558,7 +558,7 @@ def _time_links(copies: CpuCopies | CudaCopies, device: torch.device, suffix: st
     target = {size: torch.zeros(size, dtype=torch.uint8, device=device) for size in LINK_SIZES}
 
     def time_copies(direction: str, key: str) -> list:
-        """Time consecutive copies. Leave out the first ones, which wake a thread or use up saved pace."""
+        """Time consecutive copies. Leave out the first ones: they wake the thread, and are paced less."""
         own = torch.cuda.Stream(device) if device.type == "cuda" else None
 
         def seconds_of(count: int, size: int) -> float:

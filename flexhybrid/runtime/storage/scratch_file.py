@@ -29,23 +29,19 @@ class ScratchFile:
         self.num_bytes = num_bytes
         self.fd = CLOSED
         self.direct_fd: int | None = None
-        try:
-            directory.mkdir(mode=0o700, exist_ok=True)
-            self._open()
-        except FileNotFoundError:  # a typing error, or a disk that is not mounted
-            self.close()
-            why = "no folder can be made in" if directory.parent.is_dir() else "there is no folder"
-            raise InputError(f"{why} {directory.parent} to keep scratch space in {directory}") from None
-        except OSError as error:
-            self.close()
-            raise InputError(
-                f"cannot make a scratch file in {directory}: {error.strerror or error}; name another folder"
-            ) from None
-        try:
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            try:
+                directory.mkdir(mode=0o700, exist_ok=True)
+                self._open()
+            except FileNotFoundError:  # a typing error, or a disk that is not mounted
+                why = "no folder can be made in" if directory.parent.is_dir() else "there is no folder"
+                raise InputError(f"{why} {directory.parent} to keep scratch space in {directory}") from None
+            except OSError as error:
+                advice = f"{error.strerror or error}; name another folder"
+                raise InputError(f"cannot make a scratch file in {directory}: {advice}") from None
             self._allocate()
-        except BaseException:
-            self.close()
-            raise
+            on_error.pop_all()
 
     def close(self) -> None:
         """Close the file. May be called again."""

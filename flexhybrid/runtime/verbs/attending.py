@@ -253,7 +253,7 @@ def attend_host_shared(state: State, task: Task) -> None:
 
 
 def merge_attended(state: State, task: Task) -> None:
-    """Merge the host's part of the attention with the device's: [B, H·d]."""
+    """Combine the host's part of the attention with the device's: [B, H·d]."""
     attended, width = state.weighed[0], state.shape.query_width
     part = state.buffers.attended[task.payload.slot, : len(attended)]
     merge(state.weighed, (part[:, :width].view_as(attended), part[:, width:].view(attended.shape[:3])))

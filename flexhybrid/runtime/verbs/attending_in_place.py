@@ -34,9 +34,9 @@ class Group(NamedTuple):
 
 
 class HostPart(NamedTuple):
-    """Keys and values to which the host attends beside the device, the same in every layer."""
+    """The keys and values to which the host attends while the device attends to others; the same in every layer."""
 
-    rows: np.ndarray  #: of the step: requests with some
+    rows: np.ndarray  #: rows of the step whose requests have such keys and values
     segments: list[Segment]
     layout: Parts
 
@@ -98,8 +98,10 @@ def add_shared_in_place(state: State, task: Task) -> None:
 
 
 def attend_part_on_host(state: State, task: Task) -> None:
-    """Attend on the host to the step's ``on_host`` parts, for the device to merge with its own: into the output strip,
-    with the logarithms of sums; -inf for a request that sees nothing of these parts."""
+    """Attend on the host to the step's ``on_host`` parts. ``merge_attended`` combines the result with the device's.
+
+    Write results and log(denominator) to ``out_strip``; the latter is -inf for a request that sees none of these parts.
+    """
     shape, slot, part = state.shape, task.payload.slot, _host_part(state, task)
     out, queries = state.buffers.out_strip[slot], state.buffers.query_strip[slot, :, shape.kv_width :]
     batch, width = len(task.payload.step.requests), shape.query_width
@@ -114,7 +116,7 @@ def attend_part_on_host(state: State, task: Task) -> None:
 
 
 def _host_part(state: State, task: Task) -> HostPart:
-    """Return what the host attends to in the task's step, computed in the first layer that asks."""
+    """Return where the host's part of a step's keys and values is. Computed once per step."""
     step = task.payload.step
     key = task.mini_batch, step.window, "host"
     of_step, part = state.extents.get(key, (None, None))
@@ -239,7 +241,7 @@ def _shared_extents(
     blocks_of: dict[int, np.ndarray],
     window: int | None,
 ) -> list[tuple[Segment, Extent]]:
-    """Return ``shared`` blocks as extents by cache entry, in which each request attends alone."""
+    """Return segments and extents of ``shared`` prefixes to which each request attends separately."""
     blocks: dict[str, list[list[np.ndarray]]] = {}
     kinds: dict[str, Segment] = {}
     for rows, segments in shared:
@@ -264,8 +266,7 @@ def _shared_extents(
 
 
 def _in_window(extent: Extent, step: MiniBatchStep, begins: np.ndarray, window: int | None) -> Extent:
-    """Return an extent of blocks with first tokens at these positions [B, n], hiding what is outside the new tokens'
-    windows."""
+    """Hide the tokens of an extent outside the new tokens' windows. ``begins`` [B, n]: positions of first tokens."""
     if window is None:
         return extent
     return extent._replace(hidden=np.clip((step.context + 1 - window)[:, None] - begins, 0, BLOCK_TOKENS))
@@ -280,13 +281,13 @@ def _strides(state: State, segment: Segment) -> tuple[int, int, int]:
 
 
 def step_extents(state: State, step: MiniBatchStep, window: int | None, to_device: ToDevice) -> StepExtents:
-    """Compute where a decode step's keys and values are; ``window``: of its layers, if it hides tokens."""
+    """Return where a decode step's keys and values are. ``window``: the layers' window, if it hides tokens."""
     shape, batch, blocks_of = state.shape, len(step.requests), _blocks(state, step)
     d, width, row = shape.head_dim, shape.kv_width, shape.kv_width + shape.query_width
     first = np.arange(batch, dtype=np.int64)[:, None] * step.computed_width
     own = Extent((first + step.recomputed_width) * row, np.ones(batch, dtype=np.int64), 0, d, width // 2)
     segments: list[tuple[Segment | None, Extent]] = [(None, own)]
-    if step.recomputed is not None and step.recomputed_width:  # of whole blocks
+    if step.recomputed is not None and step.recomputed_width:  # whole blocks
         begins = np.arange(0, step.recomputed_width, BLOCK_TOKENS)
         prefix = Extent((first + begins) * row, step.recomputed, row, d, width // 2)
         segments.append((None, _in_window(prefix, step, begins, window)))
@@ -303,7 +304,7 @@ def step_extents(state: State, step: MiniBatchStep, window: int | None, to_devic
 def _extent(
     state: State, step: MiniBatchStep, segment: Segment, blocks_of: dict[int, np.ndarray], window: int | None
 ) -> Extent:
-    """Return the extent of a segment of each request's own blocks."""
+    """Return the extent of a segment of the requests' own blocks."""
     elements = blocks_of[id(segment)] * BLOCK_TOKENS * state.shape.kv_width
     begins = _begins(state, segment, elements.shape[1]) if window else elements
     extent = Extent(elements, segment.num_tokens.astype(np.int64), *_strides(state, segment))
@@ -311,6 +312,7 @@ def _extent(
 
 
 def _together(state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray], to_device: ToDevice) -> list[Group]:
+    """Return the shared prefixes to which requests attend together."""
     block, parts = BLOCK_TOKENS * state.shape.kv_width, []
     for common in commons_together(step, state.wave):
         segments = tuple(segment for segment in common.segments if segment.max_tokens)

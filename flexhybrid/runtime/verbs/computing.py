@@ -198,7 +198,7 @@ def finish(state: State, task: Task) -> None:
     state.act = state.attended = NOTHING  # free their memory for the feed-forward rows
     if state.policy.attention == "host" and task.payload.step.decodes:  # the other slot's rows may be in use
         attended = state.buffers.attended[task.payload.slot, : len(hidden)]
-    elif "merge_attended" not in task.payload.works:  # else the next mini-batch may have projected, into the other slot
+    elif "merge_attended" not in task.payload.works:  # otherwise the other slot may have the next mini-batch's rows
         state.kvq.clear()
     if state.modules:
         finished = state.modules.finish(task.payload.slot, task.layer, attended)

@@ -347,7 +347,6 @@ class Graphs:
 
     @staticmethod
     def holds(state: Executor, step: MiniBatchStep) -> bool:
-        """Return ``FixedHiddenStates.holds``."""
         return cast("FixedHiddenStates", state.hidden).holds(step)
 
     def kvq(self, state: Executor, task: Task) -> torch.Tensor | None:
@@ -378,7 +377,7 @@ class Graphs:
             return None  # each graph would keep a prefix's rows until they are quantized
         held = self.fixed(state, task)
         table = held.table if "attend" in verbs else ()
-        # Layer inputs to quantize are where the graph of their projection left them.
+        # ACT to quantize is at the address where the graph of its projection left it.
         act = state.act.data_ptr() if self._packs_act and "quantize" in verbs and "project" not in verbs else 0
         place = self._place(state, task, "dequantize_weights" in verbs)
         return verbs, place, position.slot, held.form, table, act

@@ -168,7 +168,6 @@ def _elements(builder, kind, address):
 
 @intrinsic
 def _convert(_context, kind, address):
-    """Load LANES elements of a kind as float32."""
     return typed(VECTOR, (kind, address), lambda builder, _, address: _elements(builder, kind, address))
 
 
