@@ -1,4 +1,4 @@
-"""``flexhybrid doctor``: this machine's resources, which models fit it, their predicted speed, and advice."""
+"""``flexhybrid doctor``: reports this machine's resources, the predicted speed of models on it, and advice."""
 
 import importlib.util
 import os
@@ -31,37 +31,37 @@ from sim.candidates import mean_lengths
 from sim.simulate import simulate
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scipy")
-SEARCH_S = 1.0  #: a model's policy is searched for this long at most
-FREE_ENOUGH = 0.8  #: share of the usable memory; above it, free memory is not mentioned
-#: Type of device -> places for a model, in words -> the tiers that they are.
+SEARCH_S = 1.0  #: most seconds of a model's search
+FREE_ENOUGH = 0.8  #: share of the usable memory that must be free; below it, a note says so
+#: Type of device -> description of a place for a model -> its tiers.
 PLACES = {
     "cuda": {"the device": ("device",), "device and host together": ("device", "host")},
-    "cpu": {"memory": ("device", "host")},  # which is one
+    "cpu": {"memory": ("device", "host")},  # both tiers are parts of main memory
 }
-#: Lines of the profile that are a path's rate in GB/s: key -> description.
+#: Lines of the profile that are shown as a rate in GB/s: key -> description.
 PATHS = {
     "h2d": "host to device", "d2h": "device to host", "disk_read": "disk to host", "disk_write": "host to disk",
 }  # fmt: skip
 
 
 def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_tokens: int) -> dict:
-    """Return all findings as plain data, without running a model. Empty ``models``: all known ones.
+    """Return the report as plain data, without running a model. Empty ``models``: all known models.
 
-    A model that cannot run has the reason in its row. Raise InputError if that is the only model.
+    If a model cannot run, its row has the reason; if it is the only model, raise InputError.
     """
     hardware, free, host = saved_hardware(device), free_host_bytes(), host_memory_bytes()
-    hardware = hardware and hardware.with_link_rate(None)  # the machine as it is
+    hardware = hardware and hardware.with_link_rate(None)  # without an imitated link
     installed = {name: next((one.version for one in distributions(name=name)), "not installed") for name in PACKAGES}
     measured = profile_file(device.type).is_file()
-    memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
-    budgets = host_budgets(device, host)  # not of what is free at this moment
+    memories = machine_memories(device)  # in place of the record's, which may be missing or out of date
+    budgets = host_budgets(device, host)  # from all memory, not only from what is free now
     if device.type == "cuda":
         budgets["device"] = memories["device_memory"] or 0
     lines, profile = {}, None
     if hardware:
         lines, profile = hardware.lines, {name: getattr(hardware, name) for name in ("source", "dtype", "company")}
         profile |= {"measured": measured, "paced": pace_of_link(hardware)}
-    lengths, fits = Workload.uniform(WINDOW, prompt_tokens, max_tokens), []  # as many as a run plans at once
+    lengths, fits = Workload.uniform(WINDOW, prompt_tokens, max_tokens), []
     for name in models or KNOWN_SHAPES:
         try:
             shape = shape_to_simulate(name)
@@ -90,7 +90,7 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
 
 
 def _refused(name: str, error: InputError) -> dict:
-    """Return the row of a model that cannot be run; of packed weights with their bytes as they are stored."""
+    """Return the row of a model that cannot run. Models with packed weights have their stored bytes."""
     nothing = {
         "weights_bytes": getattr(error, "stored_bytes", None),
         "dtype": getattr(error, "method", "-"),
@@ -103,10 +103,10 @@ def _refused(name: str, error: InputError) -> dict:
 
 
 def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budgets: dict, device: torch.device) -> dict:
-    """Return a model's prediction on this machine; without a profile, by its size alone.
+    """Return a model's row with its predicted speed; without a profile, only whether it fits.
 
-    ``tokens_per_s`` is None if it does not fit or nothing is measured; ``how``: the policy in words, or what is
-    missing. Sizes are in ``dtype``, in which ``run`` computes; ``rates_dtype``: the profile's.
+    "tokens_per_s" is None without a prediction. "how" describes the policy, or the reason for None. "dtype": in which
+    ``run`` computes. "rates_dtype": dtype of the profile.
     """
     dtype = shape.dtype
     if device.type == "cpu" and dtype != "float32":
@@ -119,7 +119,7 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
     fit["path"] += ", text alone" if shape.modules and shape.modules.text_part else ""
     tokens = int(lengths.prompt_tokens[0] + lengths.max_tokens[0])
     if tokens > shape.max_context:
-        return fit | {"how": f"the model has {shape.max_context} positions"}
+        return fit | {"how": f"{tokens} tokens exceed the model's context of {shape.max_context}"}
     if hardware is None:
         need = size + len(shape.attending) * tokens * shape.kv_token_bytes(p)
         need += sum(state.num_bytes(p) for state in map(shape.state_of, shape.recurrent) if state)
@@ -135,26 +135,26 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
 
 
 def _by_size(need: float, budgets: dict[str, int | None], places: dict[str, tuple[str, ...]]) -> str:
-    """Return where the weights and one request's KV fit, without a step's other needs."""
+    """Return a text about where ``need`` bytes fit: the weights and the cache of one request, without buffers."""
     size, lacking = 0, f"one request at a time needs {gib(need)}"
     for place, tiers in places.items():
         sizes = [budgets.get(tier) for tier in tiers]
         if None in sizes:
-            return f"{lacking}; how much memory there is is not known"
+            return f"{lacking}; this machine's memory size is unknown"
         size = sum(filter(None, sizes))
         if need <= size:
             return f"fits {place}"
-    lacking += f", memory has {gib(size)} to use"
+    lacking += f", usable memory is {gib(size)}"
     if need <= size + (_free_disk() or 0):
         return f"needs a disk (flexhybrid profile --disk DIR measures one): {lacking}"
     return f"does not fit: {lacking}"
 
 
 def _of_memory(device: torch.device, budgets: dict[str, int | None], free: int | None) -> Iterator[str]:
-    """Yield a note if less memory is free than was assumed."""
+    """Yield a note if much less memory is free than predictions assume."""
     now = host_budgets(device, free)
     if any((now[tier] or 0) < FREE_ENOUGH * (budgets[tier] or 0) for tier in now):
-        yield f"{_size(free)} of memory is free now: run takes a part of what is free, and may have to plan otherwise"
+        yield f"{_size(free)} of memory is free now: run takes a part of it, and may choose other policies"
 
 
 def _free_disk() -> int | None:
@@ -164,41 +164,39 @@ def _free_disk() -> int | None:
 
 
 def _advice(device: torch.device, hardware: Hardware | None, measured: bool, fits: list[dict]) -> Iterator[str]:
+    """Yield advice on profiles and missing packages."""
     if any(fit["in_company"] for fit in fits) or (hardware and hardware.company):
         yield "a profile was disturbed: measure again when the machine is idle (run --reprofile, or profile)"
     if device.type == "cpu":
-        yield "torch finds no CUDA device: models run on the CPU, and a link can only be imitated (--link-gb-per-s)"
+        yield "torch finds no CUDA device: models run on the CPU, with an imitated link (--link-gb-per-s)"
         if shutil.which("nvidia-smi"):
             yield "there is an NVIDIA driver: install a torch that is built for CUDA"
     if not measured and not (fits and all(fit["own_profile"] for fit in fits)):
-        known = "predictions rest on a datasheet" if hardware else "so no speed is predicted"
+        known = "predictions use a datasheet" if hardware else "so no speed is predicted"
         yield f"this machine is not measured, {known}: run flexhybrid profile"
         if count := len(list((cache_folder() / "models").glob(f"{device.type}-*.json"))):
-            yield f"profiles of single models, from flexhybrid run, which doctor uses for these alone: {count}"
+            yield f"flexhybrid run has kept {count} profiles of single models, used for these models alone"
     elif hardware and not hardware.has_disk:
-        yield "no disk is measured: with flexhybrid profile --disk DIR models can use one"
+        yield "no disk is measured: flexhybrid profile --disk DIR lets models use one"
     if device.type == "cuda" and missing_kernels:
-        names = " ".join(sorted(missing_kernels))
-        yield f"recurrent layers run by plain torch, for want of CUDA kernels: pip install {names}"
+        yield f"for faster recurrent layers: pip install {' '.join(sorted(missing_kernels))}"
     if not has_numba():
         slow = "attention on the host, packing and scattering run several times slower"
         slow = f"attention copies and pads each context, and {slow}" if device.type == "cpu" else slow
-        yield f"{slow}, for want of compiled kernels: pip install numba"
+        yield f"without numba {slow}: pip install numba"
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        yield (
-            "attention copies and pads each context, and no CUDA graphs launch decode steps, for want of compiled "
-            "kernels: pip install triton"
-        )
+        copies = "attention copies and pads each context, and decode steps cannot use CUDA graphs"
+        yield f"without triton {copies}: pip install triton"
     if importlib.util.find_spec("pyarrow") is None:
         yield "parquet files need pyarrow: pip install pyarrow"
 
 
 def describe_doctor(record: dict) -> str:
-    """Return the record as text."""
+    """Return the report as text."""
     device, host, disk, lengths = record["device"], record["host"], record["disk"], record["workload"]
     sizes = {"device": device["usable_bytes"], "host": host["usable_bytes"]}
-    usable = " and ".join(f"{_size(size)} as {tier}" for tier, size in sizes.items()) + " to use"
-    one_memory = ", whose memory is the host's" if device["type"] == "cpu" else ""
+    usable = "usable: " + " and ".join(f"{_size(size)} as {tier}" for tier, size in sizes.items())
+    one_memory = ", which uses the host's memory" if device["type"] == "cpu" else ""
     lines = [
         "  ".join(f"{name} {text}" for name, text in record["versions"].items()),
         f"device  {device['type']}: {device['name']}{one_memory}",
@@ -216,7 +214,7 @@ def describe_doctor(record: dict) -> str:
         lines += ["", f"{head}, {lengths['prompt_tokens']} prompt and {lengths['max_tokens']} generated tokens, "
                   "nothing compressed:"]  # fmt: skip
         lines += ["", f"{'model':<{width}} {'weights':>10} {'dtype':<8} {'tokens/s':>9}  how"]
-    all_in_company = all(row["in_company"] for row in record["models"] if row["tokens_per_s"])  # the advice says so
+    all_in_company = all(row["in_company"] for row in record["models"] if row["tokens_per_s"])  # as the advice says
     for row in record["models"]:
         rate = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.1f}"
         limit = f" (limited by {row['binding']})" if row["binding"] else ""
@@ -224,7 +222,7 @@ def describe_doctor(record: dict) -> str:
         limit += "" if row["path"] in (None, "a file of its own") else f" (runs through {row['path']})"
         limit += " (disturbed profile)" if row["in_company"] and not all_in_company else ""
         if row["dtype"] == "float32" != row["rates_dtype"]:
-            limit += f" (run computes in float32, as the checkpoint is; the rates are a {row['rates_dtype']} profile's)"
+            limit += f" (run computes in float32, the checkpoint's dtype; the profile is for {row['rates_dtype']})"
         size = "-" if row["weights_bytes"] is None else gib(row["weights_bytes"])
         how = "refused, see below" if row["path"] is None else row["how"]
         lines.append(f"{row['model']:<{width}} {size:>10} {row['dtype']:<8} {rate:>9}  {how}{limit}")

@@ -1,4 +1,4 @@
-"""``flexhybrid hardware``: the machines that predictions know, and a file of one's own from datasheet numbers."""
+"""``flexhybrid hardware``: lists the catalogue's machines, and writes a machine file from datasheet numbers."""
 
 import argparse
 from dataclasses import asdict, replace
@@ -12,48 +12,47 @@ from flexhybrid.jobs.rates import describe_rates
 from sim import catalogue
 from sim.datasheet import HOST, SHARES, Datasheet, in_rates, load_datasheet
 
-#: Flags that are fields of a datasheet -> their help. The first of them, and ``device_memory``, a new machine needs.
+#: Field of a datasheet, and flag -> its help.
 PEAKS = {
-    "tflops": "tensor cores in FP16 with FP32 sums, dense (half of a figure \"with sparsity\")",
+    "tflops": "tensor cores in FP16 with FP32 sums, dense (half of a rate \"with sparsity\")",
     "memory_gb_per_s": "the device's memory, by its datasheet",
     "link_gb_per_s": "one direction of the link by its standard (PCIe 3.0 x16 15.75, 4.0 31.5, 5.0 63), of which "
     "copies reach --link-share",
-    "host_memory_gb_per_s": f"the host's memory by its channels ({HOST['host_memory_gb_per_s']:g}, two of DDR4-3200)",
-    "host_tflops": f"the host's cores in FP32 ({HOST['host_tflops']:g})",
-    "disk_read_gb_per_s": "the disk, reading",
-    "disk_write_gb_per_s": "the disk, writing",
+    "host_memory_gb_per_s": f"the host's memory, by its channels (default: {HOST['host_memory_gb_per_s']:g}, two of "
+    "DDR4-3200)",
+    "host_tflops": f"the host's cores in FP32 (default: {HOST['host_tflops']:g})",
+    "disk_read_gb_per_s": "disk reads",
+    "disk_write_gb_per_s": "disk writes",
 }  # fmt: skip
 SIZES = {
-    "device_memory": "like 24GiB",
-    "host_memory": "like 128GiB (not limited)",
-    "disk_memory": "like 1TB (no disk)",
-    "device_reserve": "of the device, what no program gets (1GiB)",
-    "host_near_memory": "of a host of two nodes, the one that the link is at, like 441GiB (all of it)",
+    "device_memory": "memory of the device, like 24GiB",
+    "host_memory": "memory of the host, like 128GiB (default: unlimited)",
+    "disk_memory": "size of the disk, like 1TB (default: no disk)",
+    "device_reserve": "device memory that programs cannot use (default: 1GiB)",
+    "host_near_memory": "memory of the host's NUMA node next to the link, like 441GiB (default: all of it)",
 }
 OTHERS = {
-    "price_per_hour": "US dollars an hour of the machine",
-    "watts": "watts that the device draws at work",
-    "disk_cached_gb_per_s": "10^9 bytes a second of disk reads from the page cache, for code that reads through it",
-    "host_far_share": "of a host of two nodes, the share of the link's rate from the other node's memory",
+    "price_per_hour": "price of the machine in US dollars an hour",
+    "watts": "power that the device draws under load, in watts",
+    "disk_cached_gb_per_s": "10^9 bytes a second of disk reads from the page cache, for systems that use it",
+    "host_far_share": "share of the link's rate that copies from the host's other NUMA node reach",
 }
-NEEDED = ("tflops", "memory_gb_per_s", "link_gb_per_s", "device_memory")
+NEEDED = ("tflops", "memory_gb_per_s", "link_gb_per_s", "device_memory")  #: fields that every new machine needs
 
 
 def add_hardware(commands) -> None:
-    """Add the command's parser."""
+    """Add the command ``hardware``."""
     parser = commands.add_parser(
         "hardware",
-        help="list the machines that predictions know, or write a file of your own from datasheet numbers",
-        description="Without options: the catalogue. With a name: that machine's numbers and their sources. With "
-        "--out: write a file that simulate, search, sweep and run take as --hardware, from the numbers given (the "
-        "others from --like, or assumed); numbers of that file can be edited by hand, they are the ones that count.",
+        help="list the machines of the catalogue, or write a machine file from datasheet numbers",
+        description="Without options, list the catalogue. With a name, show that machine's numbers and their sources. "
+        "With --out, write a file for --hardware of simulate, search, sweep and run. It has the numbers given as "
+        "flags; the others come from --like, or are assumed. The file can be edited by hand.",
     )
     parser.add_argument("name", nargs="?", help="a machine to show, by name or file")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write, .json")
-    parser.add_argument("--overwrite", dest="fresh", action="store_true", help="overwrite a file that is there")
-    parser.add_argument(
-        "--like", metavar="NAME", help="a machine, by name or file, whose numbers are kept where not given"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="machine file to write, .json")
+    parser.add_argument("--overwrite", dest="fresh", action="store_true", help="overwrite an existing file")
+    parser.add_argument("--like", metavar="NAME", help="machine, by name or file, that gives the other numbers")
     for field, text in PEAKS.items():
         unit = "10^12 a second" if "tflops" in field else "10^9 bytes a second"
         parser.add_argument(flag(field), type=float, help=f"{unit}: {text}")
@@ -62,46 +61,46 @@ def add_hardware(commands) -> None:
     for field, text in SIZES.items():
         parser.add_argument(flag(field), help=text)
     for share, usual in SHARES.items():
-        parser.add_argument(f"{flag(share)}-share", type=float, help=f"share of the peak reached ({usual:g})")
+        parser.add_argument(f"{flag(share)}-share", type=float, help=f"share of the peak reached (default: {usual:g})")
     parser.set_defaults(run=run_hardware)
 
 
 def run_hardware(args: argparse.Namespace) -> dict:
-    """List, show or write. Raise InputError for a number that is missing, wrong or given for nothing."""
+    """List the catalogue, show a machine or write a file. Raise InputError for a missing, wrong or unused number."""
     given = {field: getattr(args, field) for field in (*PEAKS, *SIZES, *OTHERS) if getattr(args, field) is not None}
     shares = {share: value for share in SHARES if (value := getattr(args, f"{share}_share")) is not None}
     if args.out is None:
         if given or shares or args.like:
             first = [*map(flag, given), *(f"{flag(share)}-share" for share in shares), "--like"][0]
-            raise InputError(f"{first} is of a machine to write: name its file with --out")
+            raise InputError(f"{first} describes a machine to write: name its file with --out")
         return _shown(args) if args.name else _listed(args)
     if args.name:
-        raise InputError(f"{args.name!r} is shown, --out writes: to start from its numbers use --like {args.name}")
+        raise InputError(f"{args.name!r} cannot be shown with --out: to start from its numbers use --like {args.name}")
     if args.out.suffix.lower() != ".json":
         raise InputError(
             f"--out {args.out}: a machine is a .json file, not {args.out.suffix or 'one without a suffix'}"
         )
     check_new_file(args.out)
     if args.out.exists() and not args.fresh:
-        raise InputError(f"--out {args.out}: it exists; choose another file, or overwrite it with --overwrite")
+        raise InputError(f"--out {args.out} exists; choose another file, or overwrite it with --overwrite")
     sheet = new_sheet(args.out.stem, given, shares, sheet_of(args.like) if args.like else None)
-    sheet.hardware()  # raises for numbers that no machine has
+    sheet.hardware()  # raises InputError for impossible numbers
     sheet.save(args.out)
     args.show(f"{args.out}: {describe_sheet(sheet)}")
     return {"path": str(args.out), **asdict(sheet)}
 
 
 def sheet_of(name_or_path: str) -> Datasheet:
-    """Return a machine's datasheet. Raise InputError for an unknown name, and for a measured record, which has none."""
+    """Return a machine's datasheet. Raise InputError for an unknown machine or a measured one, which has none."""
     path = catalogue.path_of(name_or_path)
     if path is None:
-        catalogue.load(name_or_path)  # raises for what is no machine
-        raise InputError(f"{name_or_path!r} was measured, it has no datasheet; name a machine of the catalogue")
+        catalogue.load(name_or_path)  # raises InputError for an unknown machine
+        raise InputError(f"{name_or_path!r} was measured and has no datasheet; name a machine of the catalogue")
     return load_datasheet(path)
 
 
 def new_sheet(name: str, given: dict, shares: dict, like: Datasheet | None = None) -> Datasheet:
-    """Return a datasheet of the given numbers, and ``like``'s others; given ones are marked as the user's.
+    """Return a datasheet with the given numbers and shares, and the others of ``like`` (None: assumed).
 
     Raise InputError for a missing or wrong number.
     """
@@ -116,7 +115,7 @@ def new_sheet(name: str, given: dict, shares: dict, like: Datasheet | None = Non
         return Datasheet(name=name, **given, shares=SHARES | shares, sources=said)
     faster = given.keys() & PEAKS.keys() or shares
     rates = {"kind": "assumed", "on": f"those of {like.name}, scaled to other peaks"} if faster else like.rates
-    disk = any("disk" in field for field in given.keys() & PEAKS.keys())  # copies reach all of such a rate
+    disk = any("disk" in field for field in given.keys() & PEAKS.keys())  # a given rate replaces measured disk lines
     tables = {"lines": like.lines, "in_place_of": like.in_place_of}
     tables = {name: {k: v for k, v in table.items() if not (disk and is_of_disk(k))} for name, table in tables.items()}
     sources, shares = like.sources | said, SHARES | like.shares | shares
@@ -124,7 +123,7 @@ def new_sheet(name: str, given: dict, shares: dict, like: Datasheet | None = Non
 
 
 def describe_sheet(sheet: Datasheet) -> str:
-    """Return a machine's peaks in a line."""
+    """Return a machine's peaks, sizes and costs as a line."""
     sizes = f"{sheet.device_memory} device, {sheet.host_memory or 'unlimited'} host"
     disk = f", {sheet.disk_memory} disk" if sheet.disk_memory else ""
     kind = sheet.rates.get("kind", "assumed")
@@ -135,6 +134,7 @@ def describe_sheet(sheet: Datasheet) -> str:
 
 
 def _listed(args) -> dict:
+    """Print the catalogue; return its machines."""
     sheets = {name: sheet_of(name) for name in catalogue.names()}
     args.show(f"{'name':16} {'TFLOP/s':>8} {'memory':>7} {'link':>6} {'device':>8} {'host':>8}  rates")
     rows = []
@@ -145,13 +145,12 @@ def _listed(args) -> dict:
         rows.append(
             {"name": name, "gpu": sheet.gpu, "rates": kind} | {field: getattr(sheet, field) for field in NEEDED}
         )
-    args.show(
-        "GB/s of the device's memory and of one direction of the link; `flexhybrid hardware NAME` has the sources"
-    )
+    args.show("memory and link (one direction) in GB/s; `flexhybrid hardware NAME` shows the sources")
     return {"machines": rows}
 
 
 def _shown(args) -> dict:
+    """Print a machine; return its numbers."""
     hardware = catalogue.load(args.name)
     if catalogue.path_of(args.name) is None:
         args.show(f"{hardware.name}: measured; {hardware.source}\n{describe_rates(hardware)}")

@@ -1,4 +1,4 @@
-"""Lengths of a queue of requests, from a table of them or from the requests themselves."""
+"""Reads the lengths of a queue of requests from a table, or counts those of a file of requests."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.paths import check_file
 from sim.answer_lengths import with_mean
 
-COLUMNS = ("prompt_tokens", "max_tokens", "answer_tokens")  #: of a table; the last one may be missing
-MISSPELLED = 0.85  #: similarity from which another name is a known one misspelled
-PREFIX = ("prefix", "prefix_tokens")  #: columns that may be missing: names of what prompts begin with, and its tokens
+COLUMNS = ("prompt_tokens", "max_tokens", "answer_tokens")  #: columns of a table; answer_tokens is optional
+MISSPELLED = 0.85  #: similarity from which an unknown column counts as a misspelled known one
+PREFIX = ("prefix", "prefix_tokens")  #: optional columns: name and length of a beginning that prompts share
 
 
 def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> Workload:
     """Return the lengths of a file's requests in ``run``'s order, the longest first.
 
-    ``path``: CSV with a header, or JSON lines, of COLUMNS and PREFIX; or OpenAI Batch lines, counted by the tokenizer
-    next to ``model`` (a config.json or its folder). ``answer_tokens``: mean for answers that the file does not name, at
-    least 1. Raise InputError, naming the line.
+    ``path``: CSV with a header, or JSON lines, with COLUMNS and PREFIX; or OpenAI Batch lines, counted with the
+    tokenizer next to ``model`` (a config.json or its folder). ``answer_tokens``: mean answer length, at least 1, for a
+    file without answer_tokens. Raise InputError that names the line if one is wrong.
     """
     check("--mean-output-len", answer_tokens, answer_tokens is None or answer_tokens >= 1, "at least 1")
     check_file(path)
@@ -38,7 +38,7 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
         if not is_table and not {"body", "prompt", "messages"}.isdisjoint(first):
             return _known(_counted(path, model), answer_tokens)
         names = COLUMNS if COLUMNS[2] in first else COLUMNS[:2]
-        seen: set[str | None] = {None}  # surplus fields of a CSV have no name
+        seen: set[str | None] = {None}  # csv's key for surplus fields of a row
         columns: list[list[int]] = [[] for _ in names]
         tree = PrefixTable()
         for number, row in enumerate((row for group in ((first,), rows) for row in group), 1 + is_table):
@@ -61,7 +61,7 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
 
 
 def _check_names(new: list[str], row: dict, where: str) -> None:
-    """Raise InputError for a misspelled known name, and for a row without a required name."""
+    """Raise InputError for a misspelled column among ``new``, and for a row without a required column."""
     known = (*COLUMNS, *PREFIX)
     for name in new:
         if name not in known and difflib.get_close_matches(name.strip().lower(), known, 1, MISSPELLED):
@@ -73,16 +73,17 @@ def _check_names(new: list[str], row: dict, where: str) -> None:
 
 
 class PrefixTable:
-    """Prefixes of a table's prompts, by name: "a" with its tokens, "a/b" continues it."""
+    """The shared prefixes of a table's prompts by name; prefix "a/b" continues prefix "a"."""
 
     def __init__(self):
-        self.numbers: dict[str, int] = {}  #: name, with those that it continues -> number
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.of_request: list[int] = []
+        self.numbers: dict[str, int] = {}  #: full name of a prefix -> its number
+        self.tokens: list[int] = []  #: [prefixes] tokens from the prompt's start to the prefix's end
+        self.parents: list[int] = []  #: [prefixes] number of the continued prefix; -1: none
+        self.of_request: list[int] = []  #: [requests] number of the longest prefix; -1: none
 
     def add(self, names, tokens, prompt_tokens: int, where: str) -> None:
-        """Take the columns PREFIX of a request. Raise InputError, which begins with ``where``."""
+        """Add the prefix of a request, with the values of its columns PREFIX.
+        Raise InputError, with a text that begins with ``where``, if they contradict each other or earlier ones."""
         parts = str(names).split("/") if names not in (None, "") else []
         ends = str("" if tokens is None else tokens).split("/") if parts else []
         if len(ends) != len(parts):
@@ -115,26 +116,26 @@ class PrefixTable:
 
 
 def _known(workload: Workload, answer_tokens: float | None) -> Workload:
-    """Return the workload in a run's order, with mean answers where it has none."""
+    """Return the workload in a run's order, with answers of ``answer_tokens`` on average if it has none."""
     if workload.answer_tokens is None and answer_tokens is not None:
         workload = with_mean(workload, answer_tokens)
     return workload.select(np.lexsort((workload.prompt_tokens, workload.max_tokens))[::-1])
 
 
 def _objects(file, path: Path) -> Iterator[dict]:
+    """Yield the JSON object of each line. Raise InputError for a line that is none."""
     for number, line in enumerate(file, 1):
         try:
             row = json.loads(line)
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise InputError(
-                f"{path}, line {number}: no JSON object with {', '.join(COLUMNS[:2])}, or a request's body"
-            )
+            raise InputError(f"{path}, line {number}: no JSON object with {', '.join(COLUMNS[:2])}, or of a request")
         yield row
 
 
 def _count(value, what: str) -> int:
+    """Return a text or JSON number as a positive integer. Raise InputError, which begins with ``what``, for others."""
     try:
         count = int(value)
     except (TypeError, ValueError):
@@ -145,12 +146,12 @@ def _count(value, what: str) -> int:
 
 
 def _counted(path: Path, model: str) -> Workload:
-    """Return the lengths of a file of requests, counted as ``run`` does."""
+    """Return the lengths of a file of requests, counted with the model's tokenizer."""
     folder = Path(model).parent if model.endswith(".json") else Path(model)
     if not (folder / "config.json").is_file():
         raise InputError(
-            f"{path} holds requests: their tokens are counted by --model's tokenizer, which is {model!r}; "
-            f"name a checkpoint's config.json, or give a table of {', '.join(COLUMNS)}"
+            f"{path} has requests, whose tokens are counted with the model's tokenizer, but --model is {model!r}; "
+            f"give a checkpoint's config.json as --model, or a table of {', '.join(COLUMNS)}"
         )
     from flexhybrid.batch.request_index import count_requests  # loads torch
 

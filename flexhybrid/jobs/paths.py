@@ -1,4 +1,4 @@
-"""Checks of the paths on a command line, made before torch and transformers are loaded: a typo costs no wait."""
+"""Checks paths on a command line before torch and transformers are loaded, so that a typo is reported at once."""
 
 import stat
 from collections.abc import Collection
@@ -9,15 +9,15 @@ from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, has_own_f
 
 
 def check_checkpoint(path: Path | None) -> None:
-    """Raise InputError when the folder holds no configuration of a known model; do nothing for None."""
+    """Raise InputError if the folder has no configuration of a known model; do nothing for None."""
     if path is not None and has_own_file(checkpoint_folder(path)):
         shape_of_checkpoint(path)
 
 
 def shape_to_simulate(model: str | Path) -> ModelShape:
-    """Return the shape of a model as it would run: a folder with weights has the checkpoint's own, others ``shape_of``.
-    Without a file of its own, transformers' modules give it, after seconds of imports. Raise InputError for neither, or
-    for a model that would not be exact."""
+    """Return the shape of a model as it would run: of its weights if it has any, else by name or config.json.
+    Models that run through transformers' modules get their shape from these, after seconds of imports. Raise InputError
+    for an unknown model, or one that would not be exact."""
     folder = Path(model).parent if Path(model).name == "config.json" else Path(model)
     if folder.is_dir() and any(any(folder.glob(names)) for names in ("model*.safetensors", "pytorch_model*.bin")):
         from flexhybrid.runtime.storage.loader import Checkpoint
@@ -31,8 +31,8 @@ def shape_to_simulate(model: str | Path) -> ModelShape:
 
 
 def check_file(path: Path | None, kind: str = "") -> None:
-    """Raise InputError, calling the file ``kind`` ("text file "), when it cannot be opened; do nothing for None. A pipe
-    is left alone: it can be read only once."""
+    """Raise InputError if the file cannot be opened; do nothing for None, or for a pipe, which can be read only once.
+    ``kind``: what the message calls the file ("text file ")."""
     if path is None:
         return
     with file_errors(f"read {kind}{path}"):
@@ -41,8 +41,8 @@ def check_file(path: Path | None, kind: str = "") -> None:
 
 
 def check_writable(folder: Path, names: Collection[str] = ()) -> None:
-    """Make the folder and a file in it, before an hour's work is to be written there. Raise InputError when that fails,
-    or when one of ``names`` is a folder there."""
+    """Create the folder and test that a file can be written to it, before hours of work.
+    Raise InputError if not, or if one of the file names ``names`` is a folder there."""
     probe = folder / ".flexhybrid-probe"
     with file_errors(f"write results to {folder}", "; choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,8 +19,8 @@ from flexhybrid.jobs.sweep.side_by_side import check_plot, describe_answers, plo
 from flexhybrid.jobs.sweep.simulated import sweep_grid
 from policy_search.systems import dropped
 
-#: New objects after which Python looks for cycles. Predictions make many that live long, and few cycles: after every
-#: 700, as usual, looking for them takes a seventh of a search.
+#: Number of new objects after which Python's garbage collector runs. Predictions make many long-lived objects and few
+#: cycles; at Python's default of 700, the collector takes a seventh of a search's time.
 UNTIL_COLLECTED = 100_000
 
 
@@ -29,10 +29,10 @@ def _note(line: str) -> None:
 
 
 def _lengths(args) -> Workload | None:
-    """Return the queue of --lengths; None without it. Raise InputError for flags that say lengths twice."""
+    """Return the queue of --lengths; None without it. Raise InputError if other flags give lengths as well."""
     if args.lengths is None:
         if args.answer_tokens is not None:
-            raise InputError("--mean-output-len is of --lengths; --output-len says how long answers of one length are")
+            raise InputError("--mean-output-len needs --lengths; for answers of one length give --output-len")
         return None
     if args.prompt_len is not None or args.gen_len is not None:
         raise InputError("--lengths says how long requests are: leave --input-len and --output-len out")
@@ -40,7 +40,7 @@ def _lengths(args) -> Workload | None:
 
 
 def simulate(args) -> dict:
-    """Predict one run, or compare several (--compare, --vary)."""
+    """Predict one run, or compare several (--compare, --vary); return the record."""
     gc.set_threshold(UNTIL_COLLECTED)
     named = {"--system": args.system, "--policy": args.policy, "--compare": args.compare}
     shown = {name: ",".join(of) if isinstance(of, list) else of for name, of in named.items() if of is not None}
@@ -51,7 +51,7 @@ def simulate(args) -> dict:
     if varied and getattr(args, varied.field, None) is not None:
         raise InputError(f"--vary {args.vary} and {flag(varied.field)}: give one of them")
     if varied and varied.field in ("prompt_len", "gen_len") and args.lengths:
-        raise InputError(f"--lengths says how long requests are: --vary {varied.field} has nothing to vary")
+        raise InputError(f"--lengths says how long requests are: --vary {varied.field} is not possible with it")
     needed = [name for name in ("model", "hardware") if name != (varied and varied.field)]
     if missing := [name for name in needed if getattr(args, name) is None]:
         raise InputError(f"the following arguments are required: {', '.join(map(flag, missing))}")
@@ -69,7 +69,7 @@ def simulate(args) -> dict:
 
 
 def _what_if(args, point: dict, systems: tuple[str, ...], varied) -> dict:
-    """Simulate several systems, or one at several values of a field."""
+    """Simulate several systems, or one at several values of a field; return the record."""
     found = side_by_side(point, systems, varied, _lengths(args), _note)
     args.show(describe_answers(found, varied))
     machines = {
@@ -91,20 +91,19 @@ def _what_if(args, point: dict, systems: tuple[str, ...], varied) -> dict:
 
 
 def _record(args, machine: Hardware, tokens_per_s: float, asked: dict) -> dict:
-    """Show the cost of tokens and the origin of the machine's rates; return that, and the request."""
+    """Print the cost of tokens and the origin of the machine's rates; return both with the inputs ``asked``."""
     for text in filter(None, (describe_costs(machine, tokens_per_s), describe_rates(machine))):
         args.show(text)
     return asked_record(machine, _asked(args, asked)) | costs(machine, tokens_per_s)
 
 
 def _asked(args, point: dict) -> dict:
-    """Return the request of a prediction, with its files."""
-    files = {"lengths": args.lengths and str(args.lengths), "answer_tokens": args.answer_tokens}
-    return point | files
+    """Return the inputs of a prediction, with those of a queue."""
+    return point | {"lengths": args.lengths and str(args.lengths), "answer_tokens": args.answer_tokens}
 
 
 def search(args) -> dict:
-    """Search a policy for requests of one length, or for a queue (--lengths)."""
+    """Search a policy for requests of one length, or for a queue (--lengths); return the record."""
     gc.set_threshold(UNTIL_COLLECTED)
     names = ("max_batch", "objective", "max_ttft", "max_tpot", "lossless", "attention", "selection", "time_limit")
     args.batch = None if args.batch == "auto" else args.batch
@@ -112,7 +111,7 @@ def search(args) -> dict:
     options = options_from(PolicySearchOptions, args, point=point, lengths=_lengths(args))
     asked = point | {name: getattr(options, name) for name in names} | {"keep": list(options.keep) or None}
     for path in filter(None, (args.save_policy, args.lp)):
-        check_new_file(path)  # before the work
+        check_new_file(path)  # before the search takes its time
     if options.lengths is not None:
         choice = search_queue(options, _note)
         if args.save_policy:
@@ -128,11 +127,11 @@ def search(args) -> dict:
 
 
 def sweep(args) -> dict:
-    """Simulate all points of a grid file into a table."""
+    """Simulate all points of a grid file into a table; return a summary."""
     gc.set_threshold(UNTIL_COLLECTED)
     out, quiet = args.out or args.grid.with_suffix(".csv"), args.quiet or args.json
     summary = sweep_grid(args.grid, out, args.workers, args.fresh, quiet, args.plot)
-    resumed = f", {summary.num_resumed} kept from before" if summary.num_resumed else ""
-    failed = f", {summary.num_errors} cannot run (column error)" if summary.num_errors else ""
+    resumed = f", {summary.num_resumed} already in the table" if summary.num_resumed else ""
+    failed = f", {summary.num_errors} cannot run (see column error)" if summary.num_errors else ""
     args.show(f"{summary.num_points} points in {summary.seconds:.1f} s{resumed}{failed}: {summary.path}")
     return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(summary).items()}

@@ -1,4 +1,4 @@
-"""The progress of a long job on stderr, and its stop by a signal."""
+"""Shows the progress of a long job on stderr, and stops the job on a signal."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from typing import TextIO
 from tqdm import tqdm
 
 TICK_S = 1.0  #: seconds between looks at the clock
-FIRST_S, PLAIN_S = 5.0, 30.0  #: seconds until the first line, where there is no terminal, and from one to the next
-AGAIN_S = 0.05  #: seconds after which an interrupt that was lost is sent again
-STOP_S = 1.0  #: seconds after which a stop no longer waits for the end of the iteration
+FIRST_S, PLAIN_S = 5.0, 30.0  #: without a terminal: seconds until the first line, and between two lines
+AGAIN_S = 0.05  #: seconds after which a lost interrupt is sent again
+STOP_S = 1.0  #: seconds that a stop waits for the end of the iteration
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-BAR_OF_ANSWERS = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"  #: with the words of ``state``, 80 columns
+BAR_OF_ANSWERS = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"  #: fits 80 columns with the text of ``state``
 
 
 class Progress:
-    """Shows progress on stderr: a bar on a terminal, elsewhere a line after FIRST_S and then every PLAIN_S, nothing
-    when ``quiet``.
+    """Shows progress on stderr: a bar on a terminal, else a line after FIRST_S and then every PLAIN_S.
 
-    ``total`` counts the most that may come; an answer that ends before its limit takes its rest away. ``answers``:
-    their number. ``predicted_s``: of the total. A thread keeps the clock going between two calls of ``advance``, from
-    ``with`` on.
+    ``quiet`` shows nothing. ``total``: the largest possible count of ``unit``; an answer that ends before its limit
+    lowers it. ``predicted_s``: seconds for the total. ``failed``: refused requests so far. ``answers``: number of
+    answers. Inside a ``with`` block, a thread updates the output between calls of ``advance``.
     """
 
     def __init__(  # noqa: PLR0913
@@ -46,13 +45,13 @@ class Progress:
     ):
         self.title, self.quiet, self.failed, self.answers = title, quiet, failed, answers
         self.predicted_s = predicted_s
-        self.predicted_rate: float | None = None  #: a second, to be shown beside the measured one
+        self.predicted_rate: float | None = None  #: predicted count per second, shown next to the measured one
         self.terminal = sys.stderr.isatty()
-        self.steps_alike = True  #: False: of steps that take seconds and others that take minutes nothing is predicted
-        self.outlook: Callable[[], float | None] | None = None  #: says the seconds left, where somebody knows better
-        self.first_share: Callable[[], float] | None = None  #: says how much of the prompts is read, before the first
+        self.steps_alike = True  #: False: steps differ so much in length that no time left is shown
+        self.outlook: Callable[[], float | None] | None = None  #: a better estimate of the seconds left, if known
+        self.first_share: Callable[[], float] | None = None  #: share of the prompts computed, before the first token
         self.total, self.count, self.done = total, 0, 0
-        self.began, self._marks = time.monotonic(), list[tuple[float, int]]()  # now and then, when so much had come
+        self.began, self._marks = time.monotonic(), list[tuple[float, int]]()  # (time, count), at growing intervals
         self._ended, self._ticker = threading.Event(), None
         wide = self.terminal and os.get_terminal_size(sys.stderr.fileno()).columns > 0
         bar = BAR if answers is None else BAR_OF_ANSWERS
@@ -86,32 +85,31 @@ class Progress:
                 wait_s = PLAIN_S
 
     def turn_to(self, title: str) -> None:
-        """Begin the part of the job called ``title``."""
+        """Show ``title`` as the current part of the job."""
         self.title = title
         self.bar.set_description(title)
 
     def advance(self, count: int = 1) -> None:
-        """Count what has come."""
+        """Add ``count`` to the progress."""
         now = time.monotonic()
         if not self._marks or now - self.began > 1.1 * (self._marks[-1][0] - self.began):
             self._marks.append((now, self.count + count))
         self.count += count
-        self.bar.update(count)  # what is left, which takes a while to foretell, the ticker says
+        self.bar.update(count)  # the thread adds the time left, as estimating it takes a while
 
     def finished(self, unused: int) -> None:
-        """Count a complete answer; it is ``unused`` tokens shorter than its limit."""
+        """Count a complete answer, ``unused`` tokens shorter than its limit."""
         self.done += 1
         self.total -= unused
 
     def expect(self, answers: int, total: int) -> None:
-        """Take the number of all answers and the most that may come of them, once both are known."""
+        """Set the number of answers and the total, once both are known."""
         self.answers, self.total = answers, total
 
     def seconds_left(self) -> float | None:
-        """Return how long that takes, at ``rate``. Before the first of it, what is left of the prediction. None where
-        nothing is known, or the prediction has passed."""
-        if self.outlook and (told := self.outlook()) is not None:
-            return told
+        """Return the seconds left: by ``outlook``, else by the rate so far, else by the prediction; None if unknown."""
+        if self.outlook and (estimate := self.outlook()) is not None:
+            return estimate
         if not self.steps_alike:
             return None
         if not self.count:
@@ -121,7 +119,7 @@ class Progress:
         return (self.total - self.count) / rate if rate else None
 
     def rate(self) -> float:
-        """Return the count a second in the last half of the time, without the first of it."""
+        """Return the count per second over about the last half of the time."""
         now = time.monotonic()
         at, before = next((mark for mark in self._marks[::-1] if 2 * mark[0] <= self.began + now), self._marks[0])
         if self.count == before or now <= at:
@@ -129,7 +127,7 @@ class Progress:
         return (self.count - before) / max(now - at, 1e-9)
 
     def state(self) -> str:
-        """Return the time left, the rate and the answers done, in words: a narrow terminal cuts off the last ones."""
+        """Return time left, rate and complete answers as text, the most important first for narrow terminals."""
         parts = []
         if (left := self.seconds_left()) is not None:
             parts.append(f"{tqdm.format_interval(left)} left")
@@ -150,20 +148,20 @@ class Progress:
 
 
 class _LastingStream:
-    """stdout or stderr, which may be full, closed or ASCII: what cannot be written is lost, and nothing ends by it."""
+    """Wraps stdout or stderr so that writing never raises: text for a full or closed stream is lost."""
 
     def __init__(self, stream: TextIO | None):
         self.stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (None: closed from the start)
-        self.failure: OSError | None = None  #: the first
+        self.failure: OSError | None = None  #: the first error
         if isinstance(self.stream, io.TextIOWrapper):
-            with contextlib.suppress(OSError):  # of a file whose descriptor has become a pipe
+            with contextlib.suppress(OSError):  # raised for a file whose descriptor became a pipe
                 self.stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
 
     def write(self, text: str = "") -> int:
-        """Write a text, or what waits to be written."""
+        """Write ``text``, or flush the stream if it is empty."""
         try:
             self.stream.write(text) if text else self.stream.flush()
         except OSError as error:
@@ -175,7 +173,7 @@ class _LastingStream:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[_LastingStream]:
-    """Let the block write to stdout and stderr whatever becomes of them, a warning as one line. Yield stdout."""
+    """Let the block write to stdout and stderr without errors, and a warning as one line. Yield stdout."""
     before = sys.stdout, sys.stderr, warnings.formatwarning
     streams = sys.stdout, sys.stderr = _LastingStream(sys.stdout), _LastingStream(sys.stderr)
     warnings.formatwarning = lambda message, *_: f"flexhybrid: {message}\n"  # without a line of our source
@@ -185,24 +183,24 @@ def lasting_streams() -> Iterator[_LastingStream]:
         sys.stdout, sys.stderr, warnings.formatwarning = before
         for stream in streams:
             stream.flush()
-            if stream.failure:  # what still waits Python would complain of at its end
-                with contextlib.suppress(OSError):  # a stream without a file
+            if stream.failure:  # so that Python does not report unwritten text at exit
+                with contextlib.suppress(OSError):  # raised for a stream without a descriptor
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @dataclass
 class StopAsked:
-    """Whether the user wants the job to end."""
+    """The state of a stop by a signal."""
 
-    asked: bool = False
+    asked: bool = False  #: whether the user wants the job to end
     overdue: bool = False  #: whether the iteration did not end within STOP_S
-    swallowed: bool = False  #: whether an interrupt was raised where nothing can be raised
+    swallowed: bool = False  #: whether an interrupt was lost in a callback of C code or a finalizer
 
 
 @contextlib.contextmanager
 def lost_interrupts_again(on_loss: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Send an interrupt once more, AGAIN_S later, that met a callback of C code or a finalizer: it is lost there, and
-    Python would print it as ignored. ``on_loss`` is called for each."""
+    """Send an interrupt again, AGAIN_S later, if it was raised in a callback of C code or in a finalizer.
+    There, Python would only print it as ignored. ``on_loss`` is called for each lost interrupt."""
     show, timers = sys.unraisablehook, []
 
     def unraisable(lost) -> None:
@@ -222,7 +220,7 @@ def lost_interrupts_again(on_loss: Callable[[], None] = lambda: None) -> Iterato
 
 
 def interrupt_in(seconds: float, before: Callable[[], None] = lambda: None) -> threading.Timer:
-    """Send SIGINT to the main thread after so many seconds, behind a call of ``before``."""
+    """Send SIGINT to the main thread after some seconds, and call ``before`` just before that; return the timer."""
 
     def interrupt() -> None:
         before()
@@ -236,11 +234,12 @@ def interrupt_in(seconds: float, before: Callable[[], None] = lambda: None) -> t
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[StopAsked]:
-    """Turn the first SIGINT (Ctrl-C) or SIGTERM into ``asked``. When the block goes on for STOP_S more, it is left by a
-    KeyboardInterrupt that ends with it; a second signal raises one that does not.
+    """Yield a StopAsked that the first SIGINT (Ctrl-C) or SIGTERM sets to ``asked``.
 
-    An interrupt that meets a callback of C code is sent again (``lost_interrupts_again``). The C code may fail instead:
-    a failure after it counts as the interrupt."""
+    A block that still runs STOP_S later is left by a KeyboardInterrupt, which is not raised further. A second signal
+    raises a KeyboardInterrupt that leaves this context too. An interrupt lost in C code is sent again
+    (``lost_interrupts_again``); if the C code fails because of it, the failure counts as the interrupt.
+    """
     stop, main = StopAsked(), threading.main_thread()
     timers: list[threading.Timer] = []
 
@@ -249,10 +248,10 @@ def stop_on_signal() -> Iterator[StopAsked]:
             raise KeyboardInterrupt
         stop.asked = True
         timers.append(interrupt_in(STOP_S, partial(setattr, stop, "overdue", True)))
-        text = f"stopping after this iteration, or in {STOP_S:.0f} s; once more stops at once"
+        text = f"stopping after this iteration, or in {STOP_S:.0f} s; a second signal stops at once"
         print(f"\nflexhybrid: {text}", file=sys.stderr, flush=True)
 
-    if threading.current_thread() is not main:  # signals are the main thread's
+    if threading.current_thread() is not main:  # only the main thread may set signal handlers
         yield stop
         return
     earlier = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

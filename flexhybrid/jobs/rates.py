@@ -1,4 +1,4 @@
-"""Rates of a machine that a user sets, and descriptions of where all rates come from."""
+"""Sets rates of a machine that the user gives, and describes the origin of its rates."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,18 +6,17 @@ from dataclasses import replace
 from flexhybrid.core.errors import InputError, check, flag
 from flexhybrid.core.hardware import LIFTED_PACE, PACE, Hardware, Line, crosses_link, resource_of_line
 
-#: Keys of a point, and flags, that set a rate in place of the machine's own.
+#: Keys of a point, and flags, for a rate in place of the machine's own.
 RATES = ("link_gb_per_s", "disk_gb_per_s", "gemm_tflops", "host_memory_gb_per_s")
-DISK_OVERHEAD_S = 1e-4  #: of a request to a disk that the machine's record does not have, as the catalogue's
+DISK_OVERHEAD_S = 1e-4  #: seconds per request to an added disk, as for the catalogue's disks
 
 
 def with_given_rates(hardware: Hardware, point: Mapping) -> Hardware:
-    """Return the machine at the rates that a point sets, with a note of them in its ``rates``.
+    """Return the machine with the rates of a point, and a note of them in its ``rates``.
 
-    The link's rate is the one that ``flexhybrid hardware`` shows: a standard's, of which copies reach the share that
-    they reach on this machine, or, of a measured machine, what copies reach. A disk may be added, with its rate and its
-    size. Raise InputError for a rate that is not above 0, for a disk without a size, and for the size of a disk without
-    a rate.
+    ``link_gb_per_s``: for a catalogue machine, the rate of the link's standard, of which copies reach the machine's
+    share; for a measured machine, the rate of copies. ``disk_gb_per_s``: may add a disk, with ``disk_memory``. Raise
+    InputError for a rate that is not above 0, or a new disk with only one of rate and size.
     """
     given = {name: point[name] for name in RATES if point.get(name) is not None}
     for name, rate in given.items():
@@ -41,8 +40,8 @@ def with_given_rates(hardware: Hardware, point: Mapping) -> Hardware:
 
 
 def _at_link_rate(hardware: Hardware, gb_per_s: float) -> Hardware:
-    """Return the machine with a link of another standard's rate, of which all copies reach the shares that they did;
-    one without a datasheet with a link that copies reach all of."""
+    """Return the machine with another rate of the link's standard; copies reach the same shares of it.
+    On a machine without a datasheet, copies reach the whole rate."""
     peak = hardware.notes.get("link_bytes_per_s")
     if peak is None:
         return replace(hardware.with_link_rate(gb_per_s), notes={**hardware.notes, PACE: None})
@@ -55,8 +54,8 @@ def _at_link_rate(hardware: Hardware, gb_per_s: float) -> Hardware:
 
 
 def _at_host_rate(hardware: Hardware, gb_per_s: float) -> Hardware:
-    """Return the machine with a host's memory of another peak, of which attention reaches the share that it did; one
-    without a datasheet with a memory that attention reaches all of. A core's scattering stays as it is."""
+    """Return the machine with another peak rate of the host's memory; attention reaches the same share of it.
+    On a machine without a datasheet, attention reaches the whole rate. The rate of scattering, by one core, stays."""
     peak, rate, lines = hardware.notes.get("host_memory_bytes_per_s"), 1e9 * gb_per_s, dict(hardware.lines)
     for key, line in hardware.lines.items():
         if resource_of_line(key) == "host_compute" and line.s_per_byte and not key.startswith("scatter"):
@@ -66,21 +65,20 @@ def _at_host_rate(hardware: Hardware, gb_per_s: float) -> Hardware:
 
 
 def pace_of_link(hardware: Hardware) -> str:
-    """Return in words that a CPU's link was imitated at a pace, for these predictions or during profiling; empty if
-    not."""
+    """Return a note if a CPU's link is imitated at some rate, or was while profiling; else an empty text."""
     notes = hardware.notes
     if notes.get(PACE):
         return f"the link is imitated, paced at {notes[PACE]:g} GB/s"
     if pace := notes.get(LIFTED_PACE):
         return (
             f"measured with a link paced at {pace:g} GB/s, which predictions leave out (`flexhybrid profile` "
-            "measures without)"
+            "measures without one)"
         )
     return ""
 
 
 def company_note(hardware: Hardware | None) -> str | None:
-    """Return what disturbed the measurement of a record, and how to renew it; None for an undisturbed record."""
+    """Return a note on what disturbed the measurement of a record; None if nothing did."""
     if hardware is None or not hardware.company:
         return None
     again = "measure again when the machine is idle (run --reprofile, or flexhybrid profile)"
@@ -88,7 +86,7 @@ def company_note(hardware: Hardware | None) -> str | None:
 
 
 def costs(hardware: Hardware, tokens_per_s: float) -> dict[str, float]:
-    """Return the cost of a million generated tokens: dollars and kWh, as far as the record has them."""
+    """Return the cost of a million generated tokens in dollars and kWh, if the record has price and power."""
     hours, found = 1e6 / max(tokens_per_s, 1e-300) / 3600, {}
     if (price := hardware.notes.get("price_per_hour")) is not None:
         found["dollars_per_million_tokens"] = price * hours
@@ -98,7 +96,7 @@ def costs(hardware: Hardware, tokens_per_s: float) -> dict[str, float]:
 
 
 def describe_costs(hardware: Hardware, tokens_per_s: float) -> str:
-    """Return ``costs`` in a line; empty without a price and a power."""
+    """Return ``costs`` as a line; an empty text without price and power."""
     found, notes = costs(hardware, tokens_per_s), hardware.notes
     parts = []
     if (dollars := found.get("dollars_per_million_tokens")) is not None:
@@ -109,18 +107,15 @@ def describe_costs(hardware: Hardware, tokens_per_s: float) -> str:
 
 
 def without_given(hardware: Hardware, rate: str) -> Hardware:
-    """Return the machine without the note that a rate was given: of a rate that is varied, its own place says it."""
-    given = {name: value for name, value in hardware.rates.get("given", {}).items() if name != rate}
-    if given == hardware.rates.get("given", {}):
-        return hardware
-    rates = {key: value for key, value in hardware.rates.items() if key != "given"} | (
-        {"given": given} if given else {}
-    )
+    """Return the machine without the note on a given rate, which is varied and described elsewhere."""
+    rates = dict(hardware.rates)
+    if given := {name: value for name, value in rates.pop("given", {}).items() if name != rate}:
+        rates["given"] = given
     return replace(hardware, notes={**hardware.notes, "rates": rates})
 
 
 def describe_rates(hardware: Hardware) -> str:
-    """Return the origin of a machine's rates in a line."""
+    """Return the origin of a machine's rates as a line."""
     rates = hardware.rates
     words = {"measured": "measured", "fitted": "fitted to published runs", "assumed": "assumed, not measured"}
     said = f"  rates of {hardware.name}: {words.get(rates['kind'], 'as its file states')}"

@@ -1,4 +1,4 @@
-"""The Ray cluster of a job with ``--engine ray``: one that runs already, or a local one that ends with the job."""
+"""Connects a job to a Ray cluster: one that is running, or a local one that ends with the job."""
 
 import contextlib
 import logging
@@ -11,22 +11,21 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 
-OBJECT_STORE_BYTES = 256 << 20  #: of a local cluster: the messages of a job are small
-LISTENS_WITHIN_S = 2.0  #: Ray itself tries to reach a cluster that is gone for minutes
-MAX_RETRIES = 8  #: retries after a process died; work that kills every process must end
-#: For every process that computes: idle OpenMP threads sleep instead of spinning. Ray itself sets OMP_NUM_THREADS to
-#: the CPUs of a process.
+OBJECT_STORE_BYTES = 256 << 20  #: object store of a local cluster; a job's messages are small
+LISTENS_WITHIN_S = 2.0  #: seconds in which a cluster must answer; Ray itself would try for minutes
+MAX_RETRIES = 8  #: retries of work whose process died; limited, as the work may be the cause
+#: Makes idle OpenMP threads of actors sleep instead of spin. Ray itself sets OMP_NUM_THREADS.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The actors of a job, each with an executor, on a cluster of equal nodes."""
+    """The actors of a job, each with its own executor."""
 
-    size: int
-    actors_per_node: int  #: actors, at most, that share a node's memory and cores
-    cpus: float  #: of an actor
-    gpus: int  #: of an actor
+    size: int  #: number of actors
+    actors_per_node: int  #: most actors that share a node's memory and cores
+    cpus: float  #: CPUs of each actor
+    gpus: int  #: GPUs of each actor
 
     def __str__(self) -> str:
         holds = "1 GPU" if self.gpus else f"{self.cpus:g} CPU"
@@ -35,10 +34,11 @@ class Replicas:
 
 @contextlib.contextmanager
 def cluster(say: Callable[[str], None]) -> Iterator:
-    """Yield the module ``ray``, connected to a cluster: this process's own, else the one at RAY_ADDRESS, else this
-    user's on this machine, else a local one that ends with the block. ``say`` gets its name.
+    """Yield the module ``ray``, connected to a cluster; ``say`` prints its name.
 
-    Raise InputError without Ray, and for an address without a cluster.
+    The cluster is the one that this process uses already, else the one at RAY_ADDRESS, else this user's on this
+    machine, else a local one that ends with the block. Raise InputError if Ray is not installed, or if there is no
+    cluster at RAY_ADDRESS.
     """
     try:
         import ray
@@ -47,15 +47,18 @@ def cluster(say: Callable[[str], None]) -> Iterator:
         raise InputError(
             "--engine ray needs Ray, which is not installed: pip install 'ray[data,serve]>=2.50,<2.64'"
         ) from None
-    ray.data.DataContext.get_current().enable_progress_bars = False  # a job has its own
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # warnings about Ray's own insides, on stderr
+    ray.data.DataContext.get_current().enable_progress_bars = False  # the job has its own progress bar
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # no warnings about Ray's internals on stderr
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     if ray.is_initialized():
         yield ray
         return
     address = os.environ.get("RAY_ADDRESS")
     if address and address.startswith("ray://"):
-        raise InputError(f"RAY_ADDRESS={address} is Ray's remote client: start the job on a machine of the cluster")
+        raise InputError(
+            f"RAY_ADDRESS={address} would use Ray Client, which is not supported: start the job on a machine of the "
+            "cluster"
+        )
     options = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         try:
@@ -73,18 +76,18 @@ def cluster(say: Callable[[str], None]) -> Iterator:
 
 
 def _listening(asked: str | None) -> str:
-    """Return the address ``asked`` for (RAY_ADDRESS), else that of this user's last `ray start` on this machine. Raise
-    ConnectionError without an address, or if nothing listens there.
+    """Return the address ``asked`` (RAY_ADDRESS), else that of this user's last `ray start` on this machine.
 
-    Ray keeps the address after the cluster ended, and only a private module reads it. The address "auto" would also
-    take another user's cluster, or one that ends with another job.
+    Raise ConnectionError if there is no address, or if nothing listens there. The last address remains after its
+    cluster has ended, and only a private module of Ray reads it. Ray's address "auto" would also choose another user's
+    cluster, or one that ends with another job.
     """
     from ray._private.services import canonicalize_bootstrap_address, find_bootstrap_address
 
     try:
         known = asked or find_bootstrap_address(None)
         address = canonicalize_bootstrap_address(known) if known else None
-    except Exception as error:  # RAY_ADDRESS is none, or a name of no machine; or what is remembered cannot be read
+    except Exception as error:  # not an address, an unknown host name, or an unreadable last address
         raise ConnectionError(str(error)) from None
     if address is None:
         raise ConnectionError("none is known")
@@ -94,28 +97,28 @@ def _listening(asked: str | None) -> str:
     except (OSError, ValueError) as error:
         raise ConnectionError(f"nothing listens at {address} ({error})") from None
     if not asked and known not in _own_clusters():
-        raise ConnectionError(f"no process here of the one at {address} is this user's")
+        raise ConnectionError(f"the cluster at {address} has no process on this machine that is this user's")
     return address
 
 
 def check_stays(what: str) -> None:
-    """Raise InputError unless there is a cluster that is there after this process: ``what`` needs one."""
+    """Raise InputError if no cluster outlives this process. ``what``: name of the command that needs one."""
     try:
         import ray
     except ImportError:
-        return  # ``cluster`` says so
+        return  # ``cluster`` raises the error
     try:
         if not ray.is_initialized():
             _listening(os.environ.get("RAY_ADDRESS"))
     except ConnectionError as error:
-        raise InputError(f"{what} needs a cluster that stays (`ray start --head` begins one): {error}") from None
+        raise InputError(f"{what} needs a cluster that stays (`ray start --head` starts one): {error}") from None
 
 
-def _own_clusters(processes: Path = Path("/proc")) -> set[str]:
-    """Return the addresses of the clusters that have a node here by a process of this user."""
+def _own_clusters() -> set[str]:
+    """Return the addresses of clusters with a node on this machine whose process is this user's."""
     addresses = set()
-    for folder in processes.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone, or not to be looked at
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended, or may not be read
             command, *options = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if Path(command).name == "raylet" and folder.stat().st_uid == os.getuid():
                 addresses |= {option.partition("=")[2] for option in options if option.startswith("--gcs-address=")}
@@ -123,23 +126,24 @@ def _own_clusters(processes: Path = Path("/proc")) -> set[str]:
 
 
 def start_local(ray, **options) -> None:
-    """Start a cluster of this machine alone, which ends with this process. ``options``: of ``ray.init``.
+    """Start a cluster on this machine that ends with this process. ``options``: arguments for ``ray.init``.
 
-    Raise InputError if it does not start: Ray waits 30 s for its own processes, and there is a second attempt.
+    Raise InputError if it does not start in two attempts; Ray waits 30 s for its processes in each.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for last in (False, True):
         try:
             ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **options)
             return
-        except Exception as error:  # of no kind of its own
+        except Exception as error:  # Ray raises no specific type
             ray.shutdown()
             if last:
                 raise InputError(f"a local Ray cluster did not start: {error}") from error
 
 
 def replicas_of(ray, device: str, actors: int | None) -> Replicas:
-    """Return ``actors`` actors; None: one per GPU, or on "cpu" one per node. Raise InputError for too many."""
+    """Return the actors of a job: ``actors``, or by default one per GPU, or per node on "cpu".
+    Raise InputError if the cluster has fewer GPUs (CPUs) than that."""
     key = "GPU" if device == "cuda" else "CPU"
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(key, 0) >= 1]
     if not nodes:

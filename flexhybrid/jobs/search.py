@@ -1,4 +1,4 @@
-"""``flexhybrid search``: the best policy, its prediction, what it depends on, and the other systems at their best."""
+"""``flexhybrid search``: the best policy with its prediction and sensitivity, and other systems for comparison."""
 
 import contextlib
 import multiprocessing
@@ -39,41 +39,42 @@ from sim.presets import infinigen
 from sim.queue_clock import QueueRun
 from sim.simulate import SimulatedRun
 
-LATENCIES = ("max_ttft", "max_tpot")  #: options that limit them
-LEAST_GAP = 0.005  #: of the proof, below which the margin for staying on the device decides nothing
+LATENCIES = ("max_ttft", "max_tpot")  #: options that limit latencies
+LEAST_GAP = 0.005  #: optimality gap above which the margin for staying on the device is mentioned
 
 #: Systems that the best policy is compared with.
 LOSSLESS_RIVALS = (
     *("kv_only", "act_only", "hybrid_static", "capture", "flexgen", "flexgen(host_attention=true)", "deepspeed"),
     *("accelerate", "kvpr_row", "kvpr_column", "token_recompute", "fastdecode", "resident"),
 )
-LONGEST = "capture"  #: of them, the one that takes longest to price: it is left to the process that searches
-#: These change the tokens: with --lossy alone. So do the other systems in the bits of a policy found with --lossy.
+LONGEST = "capture"  #: the system that takes longest to price; the searching process does it, a second one the rest
+#: Systems that change the tokens, shown only with --lossy.
 LOSSY_RIVALS = ("int4", "deepspeed(bits=4)", "flexgen(compress=true)", "h2o", "infinigen")
+#: Systems that are also priced in the bits of a policy found with --lossy.
 IN_ANY_BITS = tuple(name for name in LOSSLESS_RIVALS if SYSTEMS[name.partition("(")[0]].batches == "together")
-#: Systems whose policies cost nothing to make: the search is at least as good as each of these that fits.
+#: Systems whose policies are made without a search. They start the search, whose result is never slower than they are.
 SEEDS = ("kv_only", "act_only", "hybrid_static", "deepspeed", "accelerate", "fastdecode", "token_recompute(0.2)")
 
 
 class SearchReport(NamedTuple):
-    """The best policy with its predicted run, what it depends on, and how far behind the papers' systems are."""
+    """The best policy with its predicted run and sensitivity, and the rows of other systems."""
 
     best: SimulatedRun
     found: SearchResult
     hardware: Hardware
     search_s: float
     sensitivity: Sequence[Sensitivity] = ()
-    rivals: Sequence[dict] = ()  #: ``_rivals``
+    rivals: Sequence[dict] = ()  #: rows of ``_rivals``
     rivals_s: float = 0.0
-    bounds: tuple[str, ...] = ()  #: flags that bind the search, and no rival
+    bounds: tuple[str, ...] = ()  #: flags that limit the search but not the other systems
 
 
 def run_search(
     options: PolicySearchOptions, note: Note | None = None, show: Callable[[str], object] = lambda text: None
 ) -> SearchReport:
-    """Search, and simulate the papers' systems at their best. Raise InputError when nothing fits.
+    """Search for the best policy, and price other systems at their best settings. Raise InputError if nothing fits.
 
-    ``note`` as in ``setting_of``; ``show`` takes each part of the answer, as text, as soon as it is known.
+    ``note``: as in ``setting_of``. ``show`` is called with each part of the report as text, as soon as it is known.
     """
     for name in ("max_batch", "time_limit", "max_ttft", "max_tpot"):
         value = getattr(options, name)
@@ -82,11 +83,11 @@ def run_search(
     setting = setting_of({**options.point, "batch": options.max_batch if batch is None else batch}, note)
     seeds = []
     for name in SEEDS:
-        with contextlib.suppress(InputError):  # one that does not fit is listed with its reason by _rivals
+        with contextlib.suppress(InputError):  # _rivals gives the reason why a system does not fit
             seeds.append(system(name, setting).policy)
     settings = settings_of(options, setting)
     settings = replace(settings, seeds=seeds, write_lp=options.lp, selection=_selection_of(options, setting))
-    at_a_time = settings.batch  # kept, or None
+    at_a_time = settings.batch  # of --keep, or None
 
     def simulated(result: SearchResult, batch: int) -> SimulatedRun:
         return simulate_system(replace(setting, batch=batch), System("", result.policy, setting.machine))
@@ -96,7 +97,7 @@ def run_search(
     priced = beside(lambda: [_at_best(name, setting, free) for name in names if name != LONGEST])
     tried = [replace(settings, batch=batch if at_a_time is None else at_a_time)]
     if batch is not None and batch > 1 and options.objective == "throughput" and at_a_time is None:
-        tried.append(replace(settings, max_batch=batch))  # waves of the same requests may be faster, or sooner
+        tried.append(replace(settings, max_batch=batch))  # smaller waves of the same requests may be faster
     answers = []
     for settings in tried:
         with contextlib.nullcontext() if settings is tried[-1] and not answers else contextlib.suppress(TooSlowError):
@@ -128,22 +129,22 @@ def run_search(
 
 
 def settings_of(options: PolicySearchOptions, setting: Setting) -> SearchSettings:
-    """Return what the search may choose. Raise InputError for a field that cannot be kept, or is named twice."""
+    """Return the search's settings. Raise InputError for a field that cannot be kept or is given twice."""
     if options.selection and options.lossless:
-        raise InputError(f"--selection {options.selection} changes the tokens, as fewer bits do: add --lossy")
+        raise InputError(f"--selection {options.selection} changes the tokens: add --lossy to allow that")
     space = measured_space(LOSSLESS if options.lossless else FULL, setting.machine)
-    if options.attention not in WHERE:
-        check("--attention", options.attention, False, f"one of {', '.join(WHERE)}")
+    check("--attention", options.attention, options.attention in WHERE, f"one of {', '.join(WHERE)}")
     kept = [text.partition("=")[0].strip() for text in options.keep]
-    for name, field in (("--attention", "attention"), ("--batch", "max_batch")):
-        given = options.attention != "any" if name == "--attention" else options.batch is not None
-        if given and field in kept:
+    placed = options.attention != "any"
+    given = {"--attention": placed and "attention", "--batch": options.batch is not None and "max_batch"}
+    for name, field in given.items():
+        if field in kept:
             raise InputError(f"{name} and --keep {field}=…: give one of them")
-    if options.attention != "any" and options.attention not in space.attention:
-        raise InputError(
-            f"--attention {options.attention}: this machine's profile has no rate for it: run `flexhybrid profile`"
-        )
-    if options.attention != "any":
+    if placed:
+        if options.attention not in space.attention:
+            raise InputError(
+                f"--attention {options.attention}: this machine's profile has no rate for it: run `flexhybrid profile`"
+            )
         space = replace(space, attention=(options.attention,))
     same = {name: getattr(options, name) for name in ("max_batch", "objective", "time_limit")}
     settings = SearchSettings(space=space, max_ttft_s=options.max_ttft, max_tpot_s=options.max_tpot, **same)
@@ -151,8 +152,8 @@ def settings_of(options: PolicySearchOptions, setting: Setting) -> SearchSetting
 
 
 def search_queue(options: PolicySearchOptions, note: Note | None = None) -> SimulatedQueue:
-    """Search for a queue of requests, and return its run under the best policy. Raise InputError if nothing fits, and
-    for options that need requests of one length."""
+    """Search for the best policy of a queue of requests; return the predicted run.
+    Raise InputError if nothing fits, or for options that need requests of one length."""
     if options.lengths is None:
         raise ValueError("no queue was given")
     sizes = [text for text in options.keep if text.startswith(("max_batch", "max_mini_batch_tokens"))]
@@ -166,7 +167,7 @@ def search_queue(options: PolicySearchOptions, note: Note | None = None) -> Simu
     settings = replace(settings_of(options, setting), max_batch=setting.batch)
     given = []
     for name in LOSSLESS_RIVALS[:3]:
-        with contextlib.suppress(InputError):  # it does not fit
+        with contextlib.suppress(InputError):  # the system does not fit
             policy = system(name, setting).policy
             given += [policy] if settings.space.allows(policy) and not options.keep else []
     choice = best_for_queue(setting.problem, options.lengths, settings, given)
@@ -175,18 +176,18 @@ def search_queue(options: PolicySearchOptions, note: Note | None = None) -> Simu
 
 
 def _selection_of(options: PolicySearchOptions, setting: Setting) -> Selection | None:
-    """Return the selection that the search may use, with --lossy; raise InputError for that of another system."""
+    """Return the selection that the search may use; None without --lossy. Raise InputError for other methods."""
     if options.lossless:
         return None
     text = options.selection
     selection = (system(text, setting).policy if text else infinigen()).selection
     if selection.method != "speculative":
-        raise InputError(f"--selection {text!r}: the search knows the selection of infinigen(…) alone")
+        raise InputError(f"--selection {text!r}: the search supports only infinigen(…)")
     return selection
 
 
 def _at_best(name: str, setting: Setting, free: bool, bits: Bits | None = None) -> dict:
-    """Return a rival's row at its own best batch and settings, or with its error. ``bits``: instead of its own."""
+    """Return a system's row at its best batch and settings, or with its error. ``bits``: None for its own."""
     row = dict.fromkeys(("system", "tokens_per_s", "total_s", "loses", "error", "weights_on_device", "lossless"))
     try:
         made, run = at_best(name, setting, free, bits)
@@ -200,8 +201,10 @@ def _at_best(name: str, setting: Setting, free: bool, bits: Bits | None = None) 
 
 
 def _rivals(rows: list[dict], best: SimulatedRun, problem: SearchProblem) -> list[dict]:
-    """Return rivals' rows, the fastest first, with the share by which their tokens/s are fewer than the best's, and the
-    limits that they exceed."""
+    """Return the rows, the fastest first, with two more columns.
+
+    "loses": the share by which a system is slower than the best policy. "exceeds": the latency limits that it exceeds.
+    """
     limits = {"ttft_s": problem.max_ttft_s, "tpot_s": problem.max_tpot_s}
     for row in rows:
         row["loses"] = row["tokens_per_s"] and 1 - row["tokens_per_s"] / best.tokens_per_s
@@ -210,9 +213,9 @@ def _rivals(rows: list[dict], best: SimulatedRun, problem: SearchProblem) -> lis
 
 
 def beside(work: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
-    """Start work in a process, given a second core and fork; return a function that waits for its result.
+    """Start ``work`` in a second process; return a function that waits for the result.
 
-    If the process cannot be made, or ends without a result, the caller does the work.
+    That function does the work itself with one core, without fork, or if the process fails.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     if cores < 2 or not hasattr(os, "fork"):
@@ -221,8 +224,8 @@ def beside(work: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
     inlet, outlet = forking.Pipe(duplex=False)
 
     def answer() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the parent, without its words
-        with contextlib.suppress(Exception):  # the caller does the work again, and raises it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end on Ctrl-C like the parent, without a message
+        with contextlib.suppress(Exception):  # the parent then repeats the work and raises the error
             outlet.send(work())
 
     def wait() -> list[dict]:
@@ -260,7 +263,7 @@ def search_record(report: SearchReport) -> dict:
 
 
 def describe_policy(policy: Policy, at_a_time: int) -> list[str]:
-    """Return what of a policy a prediction does not show, as two lines of text."""
+    """Return two lines of text with the fields of a policy that the lines of its prediction lack."""
     bits = ", ".join(f"{name} {getattr(policy.bits, name)}" for name in ("weights", "kv", "act"))
     changes = "" if policy.bits == Bits() else " (these change the tokens)"
     hidden = f", hidden states on the {policy.hidden}" * (policy.hidden != "device")
@@ -276,17 +279,17 @@ def describe_found(report: SearchReport) -> str:
     lines += describe_policy(policy, found.batch)
     if found.selected:
         used = "is used and changes the tokens" if policy.selection.method == "speculative" else "makes nothing faster"
-        pays = "ACT pays" if found.selected.act_pays else "ACT does not pay"
-        lines.append(f"  the selection {used}; {pays} with it")
+        pays = "ACT makes it faster" if found.selected.act_pays else "ACT does not make it faster"
+        lines.append(f"  the selection {used}; {pays}")
     elif not found.problem.space.lossless:
-        lines.append("  no selection is used: no policy with one fits this batch, or is allowed")
+        lines.append("  no selection is used: no policy with one is allowed and fits this batch")
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())
     lines.append(f"  searched in {report.search_s:.2f} s ({counts})")
     lines.append(f"  {found.proof}")
     if found.margin and found.gap > LEAST_GAP:
         lines.append(
-            f"  stays on the device: what may be faster is by less than the largest error of a prediction so far, "
-            f"{found.margin:.0%}"
+            f"  stays on the device: other policies may be faster, but by less than the largest known error of a "
+            f"prediction, {found.margin:.0%}"
         )
     return "\n".join(lines)
 
@@ -317,7 +320,7 @@ def describe_sensitivity(report: SearchReport) -> str:
 
 
 def _brief(problem: Problem, policy: Policy, batch: int) -> str:
-    """Return a policy in a line."""
+    """Return a policy as a short line of text."""
     bits = "" if policy.bits.native else f", bits {_bits_text(policy.bits)}"
     where = f"weights {shares_text(kept_shares(problem, policy))}; cache {shares_text(policy.cache)}"
     return f"{where}; attention on the {policy.attending_tier}, {counted(batch, 'request')} at a time{bits}"
@@ -328,7 +331,7 @@ def describe_rivals(report: SearchReport) -> str:
     binds = "binds" if len(report.bounds) == 1 else "bind"
     bound = f" ({' and '.join(report.bounds)} {binds} the search alone, not these)" if report.bounds else ""
     lines = [
-        f"The other systems, each in the batch and the settings that suit it best, in {report.rivals_s:.2f} s{bound}:",
+        f"Other systems, each with its best batch and settings, found in {report.rivals_s:.2f} s{bound}:",
         f"  {'':28} {'tokens/s':>10} {'':>7} {'requests':>9} {'mini-batches':>12} {'weights on device':>17}",
     ]
     for row in report.rivals:

@@ -1,4 +1,4 @@
-"""``flexhybrid simulate``: one run of one system, predicted."""
+"""``flexhybrid simulate``: predicts one run of one system."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
@@ -22,44 +22,43 @@ from sim import catalogue
 from sim.queue_clock import QueueRun, price_queue, walk_queue
 from sim.simulate import MOST_TASKS, TASKS_PER_POSITION, SimulatedRun, simulate
 
-#: Threshold on the difference of systems' device shares of weights, above which a note says so.
+#: Difference between systems' shares of weights on the device above which UNLIKE is printed.
 UNLIKE_WEIGHTS = 0.1
 UNLIKE = (
-    "  note: these systems keep different shares of the weights on the device, which may explain more of a difference "
-    "than their caches do; `simulate --compare` takes weights_device=SHARE in the call of a system"
+    "  note: these systems keep different shares of the weights on the device, which may matter more than their "
+    'caches; to compare at one share, write it as an option: `simulate --compare "kv_only(weights_device=0.5)"`'
 )
 
-#: Note for a system that would keep all weights on the device, if they do not fit.
+#: Note on a system that keeps all weights on the device if they fit.
 WEIGHTS_STREAMED = "not all weights fit the device with the cache, the rest is streamed"
 
-Note = Callable[[str], object]  #: takes a line for the user
+Note = Callable[[str], object]  #: prints a line for the user
 
-#: Keys of a point, which are the names of flags: how much there is to do, and of which model on which machine.
+#: Keys of a point (one prediction's inputs), named like the flags: lengths, memories, model, machine and its rates.
 LENGTHS = ("batch", "prompt_len", "gen_len")
 MEMORIES = tuple(f"{tier}_memory" for tier in TIERS)
 POINT = ("model", "hardware", "host", *LENGTHS, "dtype", *RATES, *MEMORIES)
-#: Fields of a policy that a point may set as well, in place of the system's own.
+#: Fields of a policy that a point may also have, in place of the system's own.
 POLICY_FIELDS = (
     *("weights.device", "weights.disk", "bits.weights", "bits.kv", "bits.act"),
     *(f"cache.{kind}@{tier}" for kind in ("kv", "act") for tier in TIERS),
     *("schedule", "attention", "hidden", "overlap", "packing", "max_mini_batch_tokens", "max_batch"),
 )
-AUTO = "auto"  #: as a batch: the one with which the system answers most tokens a second
+AUTO = "auto"  #: value of "batch": the batch with the most tokens a second
 
-MOST_AT_A_TIME = 1024  #: requests of a queue, as in a run
-#: Seconds of a run below which its unpredicted start matters; the note about it.
-SHORT_S = 60.0
+MOST_AT_A_TIME = 1024  #: limit on a queue's running requests, as in a run
+SHORT_S = 60.0  #: predicted seconds below which NO_START is printed
 NO_START = "  not counted: the start of a run, some seconds for loading weights and compiling kernels"
 
 
 def setting_of(point: Mapping, note: Note | None = None) -> Setting:
-    """Return the setting of a point (POINT): its model, machine ("local": as a run of the model sees it), requests.
+    """Return the model, machine and requests of a point, a mapping with the keys POINT.
 
-    ``note`` takes a line about a profile that was disturbed, and one for each memory above the machine's own; such
-    memories ask what more would bring. Raise InputError, naming the key.
+    ``note`` gets a line if the machine's profile was disturbed, and one for each memory larger than the machine's own:
+    such memories are allowed. Raise InputError that names the key for a value that cannot be used.
     """
     if missing := [flag(name) for name in LENGTHS if point[name] is None]:
-        raise InputError(f"say how much there is to do: {', '.join(missing)} (or the lengths of a queue, --lengths)")
+        raise InputError(f"give the size of the work: {', '.join(missing)} (or the lengths of a queue, --lengths)")
     for name in LENGTHS:
         check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")
     shape = shape_to_simulate(point["model"])
@@ -82,17 +81,17 @@ def setting_of(point: Mapping, note: Note | None = None) -> Setting:
     if last > shape.max_positions:
         raise InputError(
             f"{point['prompt_len']} tokens of input and {point['gen_len']} of output are {last}; {shape.name} has "
-            f"positions for {shape.max_positions}. For longer ones give a config.json with larger "
-            "max_position_embeddings as model"
+            f"positions for {shape.max_positions}. For longer requests give --model a config.json with larger "
+            "max_position_embeddings"
         )
-    # As in a run: float32 stays; a CPU computes 16 bits in the profile's faster dtype.
+    # As in a run: a float32 checkpoint runs in float32, a 16-bit one on a CPU in the profile's faster dtype.
     usual = hardware.dtype if hardware.name == catalogue.LOCAL and shape.dtype != "float32" else shape.dtype
     problem = Problem(shape=shape, dtype=point.get("dtype") or usual, hardware=hardware)
     return Setting(problem, point["batch"], point["prompt_len"], point["gen_len"])
 
 
 def asked_record(machine: Hardware, asked: Mapping) -> dict:
-    """Return a prediction's request, and the origin of its machine's rates, as plain JSON."""
+    """Return a prediction's inputs and the origin of its machine's rates, as plain JSON."""
     inputs = {name: value for name, value in asked.items() if value is not None}
     inputs |= {name: parse_bytes(inputs[name]) for name in MEMORIES if name in inputs}
     paced = {"paced": words} if (words := pace_of_link(machine)) else {}
@@ -100,23 +99,23 @@ def asked_record(machine: Hardware, asked: Mapping) -> dict:
 
 
 def is_policy_file(text: str) -> bool:
-    """Return whether a system is named by a policy file: what ends in .json, or is a path."""
+    """Return whether ``text`` names a policy file: it ends in .json or has a slash."""
     return text.endswith(".json") or "/" in text.partition("(")[0]
 
 
 def named_system(text: str, setting: Setting) -> System:
-    """Return a system by name, with options as in a call, or the policy of a file. Raise InputError for neither."""
+    """Return the system of a name with options, or of a policy file. Raise InputError if it is neither."""
     return System(text, Policy.load(text), setting.machine) if is_policy_file(text) else system(text, setting)
 
 
 def simulate_system(setting: Setting, made: System, clock: str = "closed") -> SimulatedRun:
-    """Return the predicted run of a system in a setting, on the machine as the system sees it."""
+    """Return the predicted run of a system, on the machine with the rates of the system's code."""
     problem = replace(setting.problem, hardware=made.hardware)
     return simulate(problem, made.policy, setting.batch, setting.prompt_tokens, setting.max_tokens, clock=clock)
 
 
 class SimulatedQueue(NamedTuple):
-    """A queue of requests as a system answers it."""
+    """The predicted run of a queue of requests under a system."""
 
     system: System
     workload: Workload
@@ -130,7 +129,7 @@ class SimulatedQueue(NamedTuple):
         return self.run.tokens_per_s
 
     def to_dict(self) -> dict:
-        """Plain JSON."""
+        """Return plain JSON."""
         run = self.run
         return {
             "tokens_per_s": run.tokens_per_s,
@@ -154,8 +153,8 @@ class SimulatedQueue(NamedTuple):
 
 
 def queue_setting(point: Mapping, workload: Workload, note: Note | None = None) -> Setting:
-    """Return the setting of a queue: ``point``'s requests at a time ("batch"; None: MOST_AT_A_TIME), at the longest
-    one's lengths."""
+    """Return the setting of a queue, with the lengths of its longest request.
+    Its batch is ``point["batch"]`` (None: MOST_AT_A_TIME), or the number of requests if that is smaller."""
     batch = min(point.get("batch") or MOST_AT_A_TIME, workload.num_requests)
     longest = {"prompt_len": int(workload.prompt_tokens.max()), "gen_len": int(workload.max_tokens.max())}
     return setting_of({**point, "batch": batch, **longest}, note)
@@ -164,8 +163,8 @@ def queue_setting(point: Mapping, workload: Workload, note: Note | None = None) 
 def simulate_queue(
     setting: Setting, made: System, workload: Workload, clock: str = "closed", run: QueueRun | None = None
 ) -> SimulatedQueue:
-    """Return the predicted run of a queue under a system, on the machine as the system sees it. ``run``: by the closed
-    form, if known."""
+    """Return the predicted run of a queue under a system, on the machine with the rates of the system's code.
+    ``run``: the closed form's run if known, else None. Raise InputError if the virtual clock would need too long."""
     problem = replace(setting.problem, hardware=made.hardware)
     problem = replace(problem, budgets=problem.effective_budgets)
     places = batch_size(problem, made.policy, workload, setting.batch)
@@ -186,9 +185,9 @@ def simulate_queue(
 def run_point(
     point: Mapping, workload: Workload | None = None, note: Note | None = None
 ) -> tuple[Setting, System, SimulatedRun | SimulatedQueue]:
-    """Return the setting, the system and the predicted run of a point: POINT, "system" (a name or a policy file),
-    "clock" and POLICY_FIELDS. With a ``workload`` of a queue. A batch may be AUTO. Raise InputError as ``setting_of``,
-    and where nothing fits."""
+    """Return the setting, the system and the predicted run of a point, or of a queue ``workload`` with its settings.
+    Keys of ``point``: POINT, "system" (a name or a policy file), "clock" and POLICY_FIELDS; "batch" may be AUTO. Raise
+    InputError as ``setting_of`` does, and if nothing fits."""
     text, clock, auto = point["system"], point.get("clock") or "closed", point["batch"] == AUTO
     fields = fields_of(point)
     if workload is not None:
@@ -207,23 +206,23 @@ def run_point(
 
 
 def fields_of(point: Mapping) -> dict:
-    """Return the fields of the policy that a point sets. Raise InputError if its batch AUTO chooses them."""
+    """Return the fields of the policy that a point sets. Raise InputError if it has any with the batch AUTO."""
     fields = {field: point[field] for field in POLICY_FIELDS if field in point}
     if fields and point["batch"] == AUTO:
-        raise InputError(f"batch auto chooses {next(iter(fields))} itself: name a batch")
+        raise InputError(f"batch auto chooses {next(iter(fields))} itself: give a number as batch")
     return fields
 
 
 def at_its_best(text: str, setting: Setting) -> tuple[System, SimulatedRun]:
-    """Return a system, or a policy of a file, in the batch of at most the setting's with which it is fastest. Of a
-    system its own settings are tried as well, as `search` lists it. Raise InputError where nothing fits."""
+    """Return a system with its fastest batch up to the setting's, and its run. Raise InputError if nothing fits.
+    ``text``: a policy file, or a system by name, whose own settings are tried too, as for the rows of `search`."""
     if is_policy_file(text):
         return best_batch(lambda there: named_system(text, there), setting)
     return at_best(text, setting, True)
 
 
 def describe_queue(outcome: SimulatedQueue) -> str:
-    """Return a few lines of text."""
+    """Return a queue's predicted run as lines of text."""
     run, policy, workload = outcome.run, outcome.system.policy, outcome.workload
     memory = ", ".join(f"{tier} {gib(size)}" for tier, size in outcome.peak_bytes.items() if size)
     busy = ", ".join(f"{name} {share:.0%}" for name, share in run.busy.items() if share >= 0.005)
@@ -252,12 +251,12 @@ def describe_queue(outcome: SimulatedQueue) -> str:
 
 
 def describe(outcome: SimulatedRun) -> str:
-    """Return a few lines of text."""
+    """Return a predicted run as lines of text."""
     o = outcome
     memory = ", ".join(f"{tier} {gib(size)}" for tier, size in o.peak_bytes.items() if size)
     busy = ", ".join(f"{name} {share:.0%}" for name, share in o.busy.items() if share >= 0.005)
     streamed = o.policy.name == "resident" and o.policy.weights.device < 1
-    decodes = bool(o.decode_s > 0)  # an answer of one token comes out of the prefill
+    decodes = bool(o.decode_s > 0)  # False for answers of one token, which the prefill gives
     rate = f"decode {o.decode_tokens_per_s:.4g} tokens/s" if decodes else "no decode, each answer is one token"
     lines = [
         f"{o.policy.name}{' as far as it fits' * streamed}: {o.tokens_per_s:.4g} tokens/s; {rate}",
@@ -276,7 +275,7 @@ def describe(outcome: SimulatedRun) -> str:
     if streamed:
         lines.insert(3, f"  {WEIGHTS_STREAMED}")
     for entry, (first, last) in o.recomputed_tokens.items():
-        beyond = f"; eq. 11 allows {o.prompt_tokens:,} (split=paper_prompt)" * (last > o.prompt_tokens)
+        beyond = f"; KVPR's eq. 11 allows {o.prompt_tokens:,} (split=paper_prompt)" * (last > o.prompt_tokens)
         lines.append(
             f"  {entry}: recomputes {first:,} tokens of a request in the first step, {last:,} in the last{beyond}"
         )
@@ -288,13 +287,13 @@ def describe(outcome: SimulatedRun) -> str:
 
 
 def unlike_weights(on_device: Iterable[float]) -> list[str]:
-    """Return the note on systems with different device shares of the weights; none if all agree."""
+    """Return the note UNLIKE if the systems' shares of weights on the device differ, else no note."""
     shares = list(on_device)
     return [UNLIKE] if max(shares) - min(shares) > UNLIKE_WEIGHTS else []
 
 
 def no_start(total_s: float) -> list[str]:
-    """Return the line on what a short run's prediction leaves out; none for a long one."""
+    """Return the note NO_START for a run shorter than SHORT_S, else no note."""
     return [NO_START] if total_s < SHORT_S else []
 
 
@@ -308,12 +307,12 @@ def _waves(o: SimulatedRun) -> str:
 
 
 def kept_text(policy: Policy, kept: Mapping[str, float]) -> str:
-    """Return ``shares_text`` of each tier's share of the layers, and the requested shares if different."""
+    """Return ``shares_text`` of ``kept`` (tier -> share of the weights), and the policy's share if it differs."""
     asked = policy.weights.device
-    note = f" ({asked:.1%} on the device asked; tensors are not cut)" if abs(kept["device"] - asked) > 1e-3 else ""
+    note = f" ({asked:.1%} on the device asked; tensors are not split)" if abs(kept["device"] - asked) > 1e-3 else ""
     return shares_text(kept) + note
 
 
 def shares_text(shares: Mapping[str, float]) -> str:
-    """Return "device 58.3%, host 41.7%"."""
+    """Return shares as text like "device 58.3%, host 41.7%"."""
     return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share)

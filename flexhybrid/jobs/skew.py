@@ -1,4 +1,4 @@
-"""``flexhybrid skew``: a checkpoint prepared for InfiniGen's selection by a sample text."""
+"""``flexhybrid skew``: prepares a checkpoint for InfiniGen's selection with a sample text."""
 
 from pathlib import Path
 
@@ -9,9 +9,10 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 
 
 def skew(model: Path, text: Path, out: Path, most_tokens: int = 2048) -> dict:
-    """Skew the checkpoint ``model`` by the first tokens of a text file; write it to the new folder ``out``.
+    """Skew the checkpoint ``model`` with the first tokens of a text file; write it to the new folder ``out``.
 
-    Raises InputError for a checkpoint without tokenizer, a text that is empty or cannot be read, a folder that exists.
+    Raise InputError for a checkpoint without a tokenizer, a text that is empty or cannot be read, or an existing
+    folder.
     """
     check("--tokens", most_tokens, most_tokens >= 1, "a whole number >= 1")
     checkpoint = Checkpoint(model)

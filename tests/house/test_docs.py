@@ -224,7 +224,7 @@ def test_the_doctor_says_what_fits_and_what_to_change(host_bytes, clone, capsys,
     assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m"]) == 0
     assert "(measured for" in (told := capsys.readouterr().out) and "not measured" not in told
     assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m", "opt-350m"]) == 0
-    assert "which doctor uses for these alone: 1" in (told := capsys.readouterr().out) and "not measured" in told
+    assert "kept 1 profiles of single models" in (told := capsys.readouterr().out) and "not measured" in told
     assert own["own_profile"] and not small["own_profile"] and own["tokens_per_s"] < small["tokens_per_s"]
     assert cli.main(["doctor", "--models", "gpt-5"]) == 2
 

@@ -237,7 +237,7 @@ def test_texts_are_cut_within_documents_and_taken_evenly(checkpoint, text_file):
         assert documents.tolist() == [0, 0, 0, 0, 2]  # 200 // 49 and 90 // 49; the middle one is too short
         two = read_texts(llm, text_file, 50, 2)
         assert two.ids == [every[0], every[2]] and two.documents.tolist() == [0, 0]
-        with pytest.raises(InputError, match="longest document has 200 tokens; a text takes 299"):
+        with pytest.raises(InputError, match="longest document has 200 tokens, a text 299"):
             read_texts(llm, text_file, 300, 1)
 
 
@@ -254,7 +254,7 @@ def test_the_command_line_prints_one_json_object(checkpoint, text_file, tmp_path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["--length", "97"], "takes 96"),
+        (["--length", "97"], "may have 96 tokens"),
         (["--length", "50", "--prompt-tokens", "50"], "prompt of 50"),
         (["--policies", "kv_only", "kv_only"], "called 'kv_only'"),
         (["--policies", "uvm"], "cannot be run"),

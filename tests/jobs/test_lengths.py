@@ -49,7 +49,7 @@ def test_requests_are_counted_by_the_checkpoint_s_tokenizer(tiny, tmp_path):
     path.write_text("".join(line(str(i), model="m", prompt=[5] * (4 + i), max_tokens=3 + i) + "\n" for i in range(2)))
     read = read_lengths(path, str(tiny / "config.json"))
     assert (read.prompt_tokens.tolist(), read.max_tokens.tolist()) == ([5, 4], [4, 3])
-    with pytest.raises(InputError, match="--model's tokenizer"):
+    with pytest.raises(InputError, match="the model's tokenizer"):
         read_lengths(path, "opt-125m")
 
 

@@ -144,7 +144,7 @@ def test_a_stop_does_not_wait_for_an_endless_iteration(tiny, tmp_path, capsys, m
     (tmp_path / "in.jsonl").write_text("\n".join(line(f"r{i}", prompt=[5], max_tokens=3) for i in range(2)))
     assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny) == 130
     told, warned = capsys.readouterr()
-    assert "1 answered, 0 refused, 1 left of 2 lines" in told and "give the same command again to go on" in told
+    assert "1 answered, 0 refused, 1 left of 2 lines" in told and "give the same command again to continue" in told
     assert (
         "stopping after this iteration, or in" in warned
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -298,7 +298,7 @@ def test_an_output_that_something_else_changes_is_not_written(tmp_path):
     file.append([b'{"id": 1}\n'])
     with open(file.path, "ab") as other:
         other.write(b"of another program\n")
-    with pytest.raises(InputError, match="something else has changed it"):
+    with pytest.raises(InputError, match="another process has changed the file"):
         file.append([b'{"id": 2}\n'])
     file.close()
 

@@ -262,7 +262,7 @@ def test_missing_resources_of_the_cluster_are_named(run, tmp_path, monkeypatch, 
     for device, actors, words in (("cuda", None, "no GPU"), ("cpu", 3, "has 2 CPUs"), ("cpu", 0, "--num-replicas 0")):
         with pytest.raises(InputError, match=words):
             replicas_of(ray, device, actors)
-    assert run(source, tmp_path / "out", "--num-replicas", "2") == 2 and "of --engine ray" in capsys.readouterr().err
+    assert run(source, tmp_path / "out", "--num-replicas", "2") == 2 and "needs --engine ray" in capsys.readouterr().err
     assert run(source, tmp_path / "out", *RAY, "--trace", "x") == 2 and "--trace" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "ray", None)
     assert run(source, tmp_path / "out", *RAY) == 2 and "pip install 'ray[data,serve]" in capsys.readouterr().err
@@ -291,7 +291,7 @@ def test_a_local_cluster_is_started_only_where_no_address_is_given(tmp_path, mon
     for address, words in (
         (nobody, f"no Ray cluster at RAY_ADDRESS={nobody}: nothing listens at"),
         ("nowhere", "no Ray cluster at RAY_ADDRESS=nowhere"),
-        ("ray://x:1", "remote client"),
+        ("ray://x:1", "Ray Client"),
     ):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(InputError, match=words), ray_cluster.cluster(said.append):
@@ -402,7 +402,7 @@ def test_a_cascade_answers_on_ray_as_it_does_here_beside_another_and_loses_nothi
         assert [row["answered"] for row in status["models"]] == [2, 1] and status["under_way"] == 0
         assert cli.main(["cascade", "stop", "--name", "two"]) == 0
         assert cli.main(["cascade", "stop", "--name", "two"]) == 2
-        assert "no application 'two' is served on this cluster; it has cascade" in capsys.readouterr().err
+        assert "this cluster has no application 'two'; it has cascade" in capsys.readouterr().err
         assert list(serve.status().applications) == ["cascade"] and post(port, {"x": [3.0]})[1]["model"] == "large"
         assert status_of(f"http://127.0.0.1:{port}/")["num_requests"] == len(x) + 1
 

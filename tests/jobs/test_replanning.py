@@ -86,7 +86,7 @@ def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
     capsys.readouterr()
     assert auto(source, tmp_path / "out.jsonl", tiny, "--max-num-seqs", "3") == 0
     assert replanned and "times as long as predicted" in replanned[0]
-    assert f"replanned  {replanned[0]}; on with other: " in capsys.readouterr().out
+    assert f"replanned  {replanned[0]}; new policy other: " in capsys.readouterr().out
     assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "plain.jsonl")
     assert any(given for (given,) in filter(None, moved)) == (costs.move_s < costs.drain_s)
 

@@ -106,7 +106,7 @@ def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypat
         ("in.csv", ["--column", "q", "--system-prompt", "x"], "--system-prompt needs --chat"),
         ("in.csv", ["--column", "q", "--chat"], "has no chat template: it cannot serve /v1/chat/completions; give one"),
         ("splits", ["--column", "q"], "name one of its splits, {}/train"),
-        ("cache", ["--column", "q"], "it holds no state.json"),
+        ("cache", ["--column", "q"], "it has no state.json"),
         ("torn.jsonl.gz", [], "Compressed file ended before"),
         ("header.csv", ["--column", "q"], "{} has a header and no rows"),
         ("blank.jsonl", [], "{} has only blank lines"),
@@ -163,7 +163,7 @@ def test_text_is_read_in_any_encoding(tmp_path, encoding, mark, named):
         for path in (tmp_path / f"in.{ending}", tmp_path / f"in.{ending}.gz"):
             data = mark + text.encode(encoding)
             path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-            with open_lines(path, format_of(path), columns, named) as opened:
+            with open_lines(path, format_of(path, "auto"), columns, named) as opened:
                 read_again = opened.read().removeprefix(codecs.BOM_UTF8)
             if columns:
                 assert [json.loads(raw) for raw in read_again.splitlines()] == [["Müller", "Café?"], ["b", "“ü”"]]
@@ -172,7 +172,7 @@ def test_text_is_read_in_any_encoding(tmp_path, encoding, mark, named):
             if encoding.startswith("utf-") and encoding != "utf-8":
                 path.write_bytes(gzip.compress(data[len(mark) :]) if path.suffix == ".gz" else data[len(mark) :])
                 with pytest.raises(InputError, match=f"without a byte order mark: give --encoding {encoding}$"):
-                    open_lines(path, format_of(path), columns)
+                    open_lines(path, format_of(path, "auto"), columns)
 
 
 def test_wrongly_encoded_lines_are_refused(asked, tmp_path):
@@ -212,7 +212,7 @@ def test_a_duplicate_column_is_refused_only_if_it_is_used(tmp_path, form):
     with open_lines(path, form, Columns("q", "n")) as lines:
         assert json.loads(lines.read()) == ["a", "import"]
     for columns in (Columns("z"), Columns("q", "z")):
-        with pytest.raises(InputError, match="has 2 columns 'z': rename all of them but one"):
+        with pytest.raises(InputError, match="has 2 columns 'z': rename all but one of them"):
             open_lines(path, form, columns)
 
 
@@ -260,7 +260,7 @@ def test_prompts_of_a_table_become_chats(asked, tmp_path, capsys):
     assert asked == ["<user>hi<assistant>ho<user>x<assistant>"]
     assert "must be a list of messages" in read(tmp_path / "b.jsonl")[1]["response"]["body"]["error"]["message"]
     assert run(tmp_path / "in.parquet", tmp_path / "c.jsonl", "--column", "m") == 2
-    assert "--chat answers them" in capsys.readouterr().err
+    assert "--chat answers it" in capsys.readouterr().err
 
 
 def test_an_unused_chat_template_is_noted(asked, tmp_path, capsys):

@@ -223,7 +223,7 @@ def test_a_long_file_is_answered_while_it_is_indexed(tiny, tmp_path, monkeypatch
     monkeypatch.setattr(index_module.RequestIndex, "count_on", slow)
     monkeypatch.setattr(job.JobLines, "write", noted)
     rows, told = answer("out.jsonl")
-    assert rows == whole and re.search(r"predicted by the first (5|10|15) lines", told) and released.is_set()
+    assert rows == whole and re.search(r"predicted from the first (5|10|15) lines", told) and released.is_set()
     kept = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "out.jsonl").write_bytes(b"".join(kept[:30]))
     again, _ = answer("out.jsonl")

@@ -158,7 +158,7 @@ def test_the_best_batch_is_the_best_of_all_batches(name):
         (("--batch", "2", "--compare", "['act_only']"), "unknown system \"['act_only']\"; did you mean act_only?"),
         (("--vary", "batch="), "write FIELD=VALUE,VALUE"),
         (("--batch", "2", "--plot", "x.png"), "name it, like --vary batch=1,2,4,8"),
-        (("--vary", "batch=1,2", "--plot", "x.gif"), "a picture is a .png, .pdf, .svg file"),
+        (("--vary", "batch=1,2", "--plot", "x.gif"), "a figure is a .png, .pdf, .svg file"),
         (("--vary", "batch=1,2", "--plot", "nowhere/x.png"), "cannot write"),
         (("--batch", "2", "--compare", "kv_only,hybrid(0.5)", "--host-memory", "1MiB"), "does not fit"),
         (("--batch", "2", "--compare", "kv_only,hybird(0.5)"), "unknown system 'hybird'; did you mean hybrid?"),
@@ -344,9 +344,7 @@ def test_the_doctor_says_both_types_of_numbers():
         "host": {"bytes": 1, "usable_bytes": 1, "free_bytes": 1, "cores": 1}, "disk": {"folder": ".", "free_bytes": 1},
         "gb_per_s": {}, "workload": {"prompt_tokens": 1, "max_tokens": 1}, "models": [row],
     }  # fmt: skip
-    assert "run computes in float32, as the checkpoint is; the rates are a bfloat16 profile's" in describe_doctor(
-        record
-    )
+    assert "run computes in float32, the checkpoint's dtype; the profile is for bfloat16" in describe_doctor(record)
     row["dtype"] = "bfloat16"
     assert "checkpoint" not in describe_doctor(record)
 

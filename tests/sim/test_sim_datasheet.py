@@ -54,8 +54,8 @@ def test_a_machine_is_written_from_a_datasheet(tmp_path, capsys, as_json):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--tflops", "71"], "--tflops is of a machine to write: name its file with --out"),
-        (["--like", "t4"], "--like is of a machine to write"),
+        (["--tflops", "71"], "--tflops describes a machine to write: name its file with --out"),
+        (["--like", "t4"], "--like describes a machine to write"),
         (["--tflops", "71", "--out", "OUT"], "a machine needs --memory-gb-per-s, --link-gb-per-s, --device-memory"),
         (["t4", "--out", "OUT"], "use --like t4"),
         ([*PEAKS, "--gemm-share", "1.5", "--out", "OUT"], "the share gemm is 1.5; it must be a share"),

@@ -1,7 +1,7 @@
-"""Wraps verbs of an executor to compare the attention of a run with that of a run with the full cache.
+"""Wraps verbs of an executor to compare a run's attention with that of a run with the full cache.
 
-The run with the full cache records its keys and queries; its attention weights at any step are computed from them. All
-texts have one length, and one length of prompt.
+The run with the full cache records its keys and queries, from which its attention weights at any step are computed. All
+texts have the same length, and so have their prompts.
 
 Shapes: N texts, L layers, S decode steps, B requests of a mini-batch, H query heads, G key/value heads, r = H/G, d head
 size, T attention columns, P positions.
@@ -23,7 +23,7 @@ from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
 from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.step_tensors import column_positions, position_tables
 
-#: Verbs that bring a context to the device.
+#: Verbs that load context onto the device.
 LOADS = tuple(verb.name for verb in VERBS.values() if verb.resource == "h2d" and verb.blocks)
 
 
@@ -36,7 +36,7 @@ class FullCache:
 
     @staticmethod
     def empty(shape: ModelShape, num_texts: int, length: int, num_forced: int, device: torch.device) -> FullCache:
-        """Return tensors for texts of ``length`` tokens, of which the last is never fed."""
+        """Return tensors for texts of ``length`` tokens; the last token of a text is never an input."""
         grid, groups, d = (num_texts, shape.num_layers), shape.num_kv_heads, shape.head_dim
         return FullCache(
             torch.zeros(*grid, groups, length - 1, d, device=device, dtype=torch.float32),
@@ -44,7 +44,7 @@ class FullCache:
         )
 
     def record(self, executor: Executor, members: np.ndarray) -> None:
-        """Record the executor's projections; ``members``: the texts of its wave."""
+        """Record the executor's keys and queries. ``members``: numbers of the texts in its wave."""
         project, shape = executor.verbs["project"], executor.shape
 
         def projected(executor: Executor, task: Task) -> None:
@@ -62,7 +62,7 @@ class FullCache:
         executor.verbs["project"] = projected
 
     def weights(self, texts: torch.Tensor, layer: int, step: int) -> torch.Tensor:
-        """Return the attention weights [B, G, r, P] of the texts' query at a decode step, over all tokens so far."""
+        """Return the attention weights [B, G, r, P] of the texts' queries at a decode step over all tokens so far."""
         query = self.queries[texts, layer, step]
         num_tokens = self.keys.shape[3] - self.queries.shape[2] + step + 1
         keys = self.keys[texts, layer, :, :num_tokens]
@@ -71,11 +71,11 @@ class FullCache:
 
 @dataclass(frozen=True)
 class Seen:
-    """Means over heads of a run, by text, decode step and layer: [N, S, L] on the device."""
+    """Measurements of a run's attention: means over heads, tensors [N, S, L] on the device."""
 
-    cosine: torch.Tensor  #: of the attention weights with the full cache's; a token not looked at has weight 0
-    looked_at: torch.Tensor  #: share of the tokens so far
-    moved_bytes: np.ndarray  #: [1], to the device for the context, in all decode steps
+    cosine: torch.Tensor  #: similarity of attention weights to the full cache's; tokens that are left out have weight 0
+    looked_at: torch.Tensor  #: attended share of the tokens so far
+    moved_bytes: np.ndarray  #: [1], bytes of context loaded onto the device in all decode steps
 
     @staticmethod
     def empty(full: FullCache) -> Seen:
@@ -85,7 +85,7 @@ class Seen:
         return Seen(cosine, looked_at, np.zeros(1))
 
     def watch(self, executor: Executor, members: np.ndarray, full: FullCache) -> None:
-        """Add up the tokens that the executor's attention looks at, and the bytes loaded for it."""
+        """Record the tokens that the executor attends to, and the bytes loaded for that."""
         attend, positions_of = executor.verbs["attend"], watch_positions(executor)
 
         def attended(executor: Executor, task: Task) -> None:
@@ -106,7 +106,7 @@ class Seen:
 
 
 def watch_loads(executor: Executor, on_bytes: Callable[[float], None]) -> None:
-    """Make the executor tell the bytes of each load of context that its decode does, as they really move."""
+    """Make the executor call ``on_bytes`` with the actual bytes of each load of context during decode."""
 
     def counted(load):
         def loaded(executor: Executor, task: Task) -> None:
@@ -121,7 +121,7 @@ def watch_loads(executor: Executor, on_bytes: Callable[[float], None]) -> None:
 
 
 def attention_weights(executor: Executor, task: Task) -> torch.Tensor:
-    """Return the weights [B, G, r, T] in float32 of a decode step's new token for the attention buffer's columns."""
+    """Return the attention weights [B, G, r, T] (float32) of a decode step's new token over the attention buffer."""
     step, shape = task.payload.step, executor.shape
     keys, _, mask, _ = executor.context
     rows = executor.kvq[task.payload.slot][:, shape.kv_width :].view(len(step.requests), -1, shape.query_width)
@@ -131,18 +131,19 @@ def attention_weights(executor: Executor, task: Task) -> torch.Tensor:
 
 
 def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
-    """Return a function from an ``attend`` task of the decode to the token in each column of the attention buffer,
-    [B, G or 1, T]; -1 for padding. It is to be called in the task's place on the compute lane."""
+    """Return a function from an ``attend`` task of the decode to the token in each column of the attention buffer.
+    The result has shape [B, G or 1, T], with -1 for padding. Call the function on the compute lane, just before the
+    task."""
     project, speculate, assemble = (executor.verbs[verb] for verb in ("project", "speculate", "assemble"))
     tables = position_tables(executor.wave.entries, int(executor.wave.workload.cached_tokens.max()) + 1)
     selection = executor.selection
-    chosen: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # by mini-batch and layer
-    all_tokens: dict[int, torch.Tensor] = {}  # by mini-batch, of a layer that looks at every token
-    columns: dict[str, int] = {}  # by representation, of the current context; prefetched tokens may be there already
+    chosen: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # (mini-batch, layer) -> representation -> tokens
+    all_tokens: dict[int, torch.Tensor] = {}  # mini-batch -> tokens of a layer that attends to all
+    columns: dict[str, int] = {}  # representation -> columns of the current context, without prefetched tokens
 
     def projected(executor: Executor, task: Task) -> None:
         if task.iteration and isinstance(selection, Speculation) and not selection.chooses(task):
-            step = task.payload.step  # before the new tokens take their places
+            step = task.payload.step  # before the new tokens are stored
             places = executor.to_device(column_positions(step, tables))[:, None, :-1]
             all_tokens[task.mini_batch] = selection.positions_of(task.layer, step, places)
         project(executor, task)
@@ -165,7 +166,7 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
             return selection.column_positions(task.layer, step)
         if not isinstance(selection, Speculation):
             return executor.to_device(column_positions(step, tables))[:, None]
-        if selection.chooses(task):  # representation by representation, each as wide as its longest request
+        if selection.chooses(task):  # columns come by representation, each as wide as its longest request
             pieces = [
                 positions[..., : columns[representation]]
                 for representation, positions in chosen[task.mini_batch, task.layer].items()
@@ -181,7 +182,7 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
 
 
 def _cosine(weights_BGrT: torch.Tensor, positions_BGT: torch.Tensor, other_BGrP: torch.Tensor) -> torch.Tensor:
-    """Return the cosine similarity [B, G, r] of weights at some positions with weights at all positions."""
+    """Return the cosine similarity [B, G, r] of weights at some positions to weights at all positions."""
     shape = (*weights_BGrT.shape[:3], -1)
     index = positions_BGT.clamp(min=0)[:, :, None].expand(*shape)
     present = (positions_BGT >= 0)[:, :, None]

@@ -1,8 +1,8 @@
-"""Confidence intervals over a sample of texts: a bootstrap that draws whole texts, the same for both sides of a pair.
+"""Confidence intervals over a sample of texts, by a bootstrap that draws whole texts.
 
-The unit is what was drawn independently: a text, or a document that several texts were cut from. Its tokens and
-questions depend on each other, so callers pass one number per text (its mean). Two policies are compared on the same
-texts: the paired difference excludes the texts' own difficulty.
+The tokens of a text depend on each other, so callers pass one number per text, its mean. If several texts were cut from
+one document, the document is the unit. Two policies are compared on the same texts: paired differences do not depend
+on how difficult the texts are.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEVEL = 0.95
+LEVEL = 0.95  #: confidence level
 RESAMPLES = 4999
-MOST_DRAWN = 4_000_000  #: numbers drawn at a time
+MOST_DRAWN = 4_000_000  #: most numbers in memory at a time
 
 
 class Interval(NamedTuple):
-    """A figure and its confidence interval; the ends are nan for fewer than two texts."""
+    """An estimate and its confidence interval, whose ends are nan for fewer than two texts."""
 
     value: float
     low: float
     high: float
 
     def excludes(self, value: float) -> bool:
-        """Return whether the figure differs from ``value``: False inside the interval, or without one."""
+        """Return whether ``value`` lies outside the interval; False without an interval."""
         return self.low > value or self.high < value
 
     def __str__(self) -> str:
@@ -35,34 +35,34 @@ class Interval(NamedTuple):
 
 
 def mean(values, weights=None) -> Interval:
-    """Return the mean of ``values`` [N], one per text; ``weights`` [N]: tokens or pieces of each."""
+    """Return the mean of ``values`` [N], one per text. ``weights`` [N]: number of tokens, or of parts, of each text."""
     if weights is None:
         return interval(lambda v, axis=-1: v.mean(axis), values)
     return ratio_of_means(np.asarray(values, float) * weights, weights)
 
 
 def mean_difference(ours, others, weights=None) -> Interval:
-    """Return the mean of ours - others; [N] each, pairs by text; ``weights`` as in ``mean``."""
+    """Return the mean of ``ours`` - ``others`` [N], paired by text. ``weights``: as in ``mean``."""
     return mean(np.asarray(ours, float) - np.asarray(others, float), weights)
 
 
 def ratio_of_means(ours, others) -> Interval:
-    """Return the mean of ours over the mean of others; [N] each, pairs by text. Others' means must be positive."""
+    """Return the ratio of the mean of ``ours`` [N] to that of ``others`` [N], paired by text. ``others``: positive."""
     return interval(lambda a, b, axis=-1: a.mean(axis) / b.mean(axis), ours, others)
 
 
 def perplexity_ratio(ours, others, weights=None) -> Interval:
-    """Return the perplexity of ours over others', from mean log-probabilities of a token [N], pairs by text;
-    ``weights`` as in ``mean``."""
+    """Return the ratio of two perplexities, from each text's mean log-probability of a token [N].
+    ``weights``: as in ``mean``."""
     return Interval(*(math.exp(end) for end in mean_difference(others, ours, weights)))
 
 
 def interval(statistic: Callable[..., np.ndarray], *samples, level: float = LEVEL, seed: int = 0) -> Interval:
-    """Return ``statistic(*samples)`` and its interval; samples [N] are paired, drawn together.
+    """Return ``statistic(*samples)`` and its interval. The samples [N] are paired: they are drawn together.
 
-    ``statistic`` takes arrays [..., N] and ``axis``. The method is BCa (Efron 1987), of a level that is widened so
-    that the interval of a mean of normal numbers is as wide as Student's t (Hesterberg 2015, "expanded percentile"):
-    N = 20 texts would otherwise give 93 % for 95 %. Raise ValueError for samples of different lengths.
+    ``statistic`` takes arrays [..., N] and ``axis``. The method is BCa (Efron 1987). Its level is raised so that the
+    interval of a mean of normal numbers is as wide as Student's t (Hesterberg 2015, "expanded percentile"): otherwise,
+    a 95 % interval of N = 20 texts would cover 93 %. Raise ValueError for samples of different lengths.
     """
     from scipy import stats
 
@@ -78,10 +78,10 @@ def interval(statistic: Callable[..., np.ndarray], *samples, level: float = LEVE
         "batch": max(1, MOST_DRAWN // drawn.size),
     }  # fmt: skip
     for method in ("BCa", "percentile"):
-        with warnings.catch_warnings(), np.errstate(invalid="ignore"):  # a sample that is the other, scaled
+        with warnings.catch_warnings(), np.errstate(invalid="ignore"):  # if one sample is a multiple of the other
             warnings.simplefilter("ignore", stats.DegenerateDataWarning)
             done = stats.bootstrap(drawn, statistic, method=method, rng=np.random.default_rng(seed), **options)
         low, high = done.confidence_interval
-        if low <= value <= high:  # not so: BCa has no bias correction where hardly any text differs
+        if low <= value <= high:  # BCa may fail if hardly any text differs: then take the percentiles
             break
     return Interval(value, float(low), float(high))

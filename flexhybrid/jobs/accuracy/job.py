@@ -1,10 +1,9 @@
-"""A policy's cost in accuracy on a text: perplexity, attention, greedy tokens, and the share of the cache that it
-reads.
+"""The job of ``flexhybrid accuracy``: perplexity, greedy tokens and attention of policies on a text.
 
-Each text is cut into a prompt and an answer, whose tokens are fed to the executor one by one, so that every policy's
-own cache is read (``flexhybrid.scoring``). The reference is the full cache on the device in the compute dtype.
-Differences are of the same texts, with 95 % intervals by a bootstrap over documents (``bootstrap``), because texts of
-one document are alike.
+Each text is cut into a prompt and an answer. The answer's tokens are fed to the executor one by one, so that every
+token is predicted from the policy's own cache (``flexhybrid.scoring``). The reference is the full cache on the device
+in the compute dtype. Policies are compared on the same texts. Their 95 % intervals come from a bootstrap over whole
+documents (``bootstrap``), because texts of one document are alike.
 """
 
 import json
@@ -37,39 +36,39 @@ from flexhybrid.runtime.process_settings import threads_for, torch_threads
 from flexhybrid.scoring import Score, score
 from sim.presets import resident
 
-FULL_CACHE = "full_cache"
-CHUNK_TOKENS = 256
-DOCUMENT_END = "\f"  #: between the documents of a text file
+FULL_CACHE = "full_cache"  #: name of the reference
+CHUNK_TOKENS = 256  #: positions per row of the table by position
+DOCUMENT_END = "\f"  #: separates the documents of a text file
 
 
 @dataclass(frozen=True)
 class AccuracyRun:
-    """One policy's run. Arrays are [texts, answer tokens], of attention [texts, decode steps, layers]."""
+    """The measurements of one policy: arrays [texts, answer tokens], about attention [texts, decode steps, layers]."""
 
     policy: str
     logprobs: np.ndarray
     greedy: np.ndarray
-    cosine: np.ndarray | None  #: None for the full cache, and where attention is not on the device
-    looked_at: np.ndarray | None
-    moved: float  #: loaded context bytes over the bytes of all its keys and values in the compute dtype
+    cosine: np.ndarray | None  #: None for the full cache, and for attention on the host
+    looked_at: np.ndarray | None  #: None as ``cosine``
+    moved: float  #: bytes of loaded context over the bytes of all keys and values in the compute dtype
     selection: Selection
-    documents: np.ndarray  #: [texts], the document that each was cut from
+    documents: np.ndarray  #: [texts], number of the document of each text
 
     def by_document(self, values: np.ndarray) -> np.ndarray:
-        """Return the mean of each document's ``values`` [texts, ...]: [documents]."""
+        """Return the mean of ``values`` [texts, ...] over each document, an array [documents]."""
         of_texts = values.reshape(len(values), -1).mean(axis=1)
         return np.array([of_texts[self.documents == document].mean() for document in np.unique(self.documents)])
 
     @property
     def weights(self) -> np.ndarray:
-        """Texts of each document."""
+        """The number of texts of each document."""
         return np.unique(self.documents, return_counts=True)[1]
 
 
 def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
-    """Measure every policy; return what is also written to ``options.out``: a row per policy, and per policy and chunk.
+    """Measure every policy; return the record that is also written to ``options.out``.
 
-    Raise InputError for anything that cannot work, before the first run.
+    Raise InputError, before the first run, if the options cannot work.
     """
     report = Report(quiet)
     names = ("device", "dtype", "hardware", "disk_dir")
@@ -84,14 +83,14 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
         prompt = options.prompt_tokens or length // 8
         if not 0 < prompt < length <= full_llm.shape.max_context:
             raise InputError(
-                f"texts of {length} tokens with a prompt of {prompt}: model {full_llm.shape.name} takes "
-                f"{full_llm.shape.max_context}, and the prompt must leave some to foretell"
+                f"texts of {length} tokens with a prompt of {prompt}: texts may have {full_llm.shape.max_context} "
+                f"tokens for model {full_llm.shape.name}, and the prompt must be shorter than its text"
             )
         texts = read_texts(full_llm, options.text or shipped.HELD_OUT, length, options.num_texts)
         workload = Workload.uniform(len(texts.ids), prompt, length - prompt)
         for llm in llms.values():
             with llm.waves(workload):
-                pass  # settled and split without complaint; nothing is run yet
+                pass  # the policy is chosen and fits; nothing runs yet
         check_writable(options.out)
         full = FullCache.empty(full_llm.shape, len(texts.ids), length, length - prompt, full_llm.device)
         tokens = len(llms) * len(texts.ids) * (length - prompt)
@@ -118,7 +117,7 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
 
 
 def _named(texts: tuple[str, ...]) -> dict[str, Policy | str]:
-    """Return name -> policy of the full cache and of ``texts``, which are systems by name or policy files."""
+    """Return name -> policy of the full cache and of ``texts``, system names and policy files."""
     named: dict[str, Policy | str] = {FULL_CACHE: resident()}
     for text in texts:
         policy = Policy.load(text) if text.endswith(".json") else text
@@ -130,20 +129,20 @@ def _named(texts: tuple[str, ...]) -> dict[str, Policy | str]:
 
 
 class Texts(NamedTuple):
-    """Token ids of texts of one length, and the number of the document that each was cut from."""
+    """Token ids of texts of one length, and the number of each text's document."""
 
     ids: list[list[int]]
     documents: np.ndarray
 
 
 def read_texts(llm: LLM, path: Path, length: int, max_texts: int) -> Texts:
-    """Return up to ``max_texts`` texts of ``length`` tokens from a file, each with the model's token of beginning.
+    """Return up to ``max_texts`` texts of ``length`` tokens from a file, each with the beginning-of-sequence token.
 
-    Form feeds separate documents; each document is cut into consecutive texts, which are taken evenly over the file.
+    Form feeds separate documents. Each document is cut into consecutive texts, from which evenly spaced ones are taken.
     Raise InputError for a file that cannot be read, or is too short for a single text.
     """
     if llm.tokenizer is None:
-        raise InputError(f"{llm.checkpoint.path} has no tokenizer files: a text cannot be cut into its tokens")
+        raise InputError(f"{llm.checkpoint.path} has no tokenizer files, so it cannot read a text")
     with file_errors(f"read text file {path}"):
         documents = path.read_text(encoding="utf-8").split(DOCUMENT_END)
     start = [] if (bos := llm.tokenizer.bos_token_id) is None else [bos]
@@ -156,14 +155,14 @@ def read_texts(llm: LLM, path: Path, length: int, max_texts: int) -> Texts:
     if not longest:
         raise InputError(f"{path} is empty")
     if not texts:
-        raise InputError(f"{path}: its longest document has {longest} tokens; a text takes {size}: give --length")
+        raise InputError(f"{path}: the longest document has {longest} tokens, a text {size}: give a smaller --length")
     count = min(len(texts), max_texts)
     taken = [i * len(texts) // count for i in range(count)]
     return Texts([texts[i] for i in taken], np.array([numbers[i] for i in taken]))
 
 
 def _run(name: str, llm: LLM, cut: Texts, prompt: int, full: FullCache, progress: Progress) -> AccuracyRun:
-    """Score the texts under one policy. The run of the full cache, which is the first, fills ``full``."""
+    """Score the texts under one policy. The first run, with the full cache, fills ``full``."""
     progress.turn_to(name)
     texts = cut.ids
     seen = Seen.empty(full)
@@ -194,9 +193,9 @@ def _run(name: str, llm: LLM, cut: Texts, prompt: int, full: FullCache, progress
 
 
 def _row(run: AccuracyRun, full: AccuracyRun, tokens: slice) -> dict:
-    """Return means over a range of the answer's tokens, with the ends of their intervals (None: of one document).
+    """Return means over a range of the answer's tokens, with the ends of their intervals (None for one document).
 
-    The prompt alone gives the first token, without a cache.
+    Decode step i gives token i + 1: the prefill gives the first one.
     """
     steps = slice(max(tokens.start or 0, 1) - 1, None if tokens.stop is None else tokens.stop - 1)
     logprobs, reference = run.by_document(run.logprobs[:, tokens]), run.by_document(full.logprobs[:, tokens])
@@ -209,7 +208,7 @@ def _row(run: AccuracyRun, full: AccuracyRun, tokens: slice) -> dict:
     }
     for name, values in figures.items():
         found = None
-        if values is not None and values.size:  # the first token has no step of the decode
+        if values is not None and values.size:  # a range of the first token alone has no decode step
             found = bootstrap.mean(run.by_document(values), run.weights)
         row |= _ends(name, found)
     return row
@@ -255,17 +254,9 @@ def _show(report: Report, result: dict) -> None:
         f"{len(result['texts_by_document'])} documents; the last {result['length'] - result['prompt_tokens']} tokens "
         f"of each are predicted one by one ({num_tokens} in all)\n"
     )
-    columns = (
-        "perplexity",
-        "over_full",
-        "over_full_low",
-        "over_full_high",
-        "agreement",
-        "cosine",
-        "looked_at",
-        "moved",
-    )
-    rows = pd.DataFrame(result["policies"], columns=pd.Index(["policy", *columns]))
+    columns = ["policy", "perplexity", *(f"over_full{end}" for end in ("", "_low", "_high"))]
+    columns += ["agreement", "cosine", "looked_at", "moved"]
+    rows = pd.DataFrame(result["policies"], columns=pd.Index(columns))
     report.say(_rounded(rows).to_string(index=False))
     chunks = pd.DataFrame(result["chunks"])
     grid = chunks.pivot(index="policy", columns="first", values="perplexity").loc[rows["policy"]]
@@ -275,18 +266,18 @@ def _show(report: Report, result: dict) -> None:
     prompt = result["prompt_tokens"]
     half = int(kept_tokens(Selection("heavy_hitter", budget=0.5), prompt, prompt, prompt))
     report.say(
-        f"\nover_full: perplexity over {FULL_CACHE}'s of the same texts, with its 95 % interval (bootstrap\n"
-        "over documents): where 1 lies between them, no difference is shown. agreement: greedy tokens that are\n"
-        f"{FULL_CACHE}'s; cosine: of the attention weights with the full cache's, mean over steps, layers and heads;\n"
-        "looked_at: share of the tokens so far that a head attends to; moved: bytes loaded for the context over\n"
-        f"those of all its keys and values. The budget of h2o is a share of the prompt, in blocks of {BLOCK_TOKENS}:\n"
-        f"h2o(0.5) keeps {half} of {prompt} tokens here, {half / result['length']:.1%} of a text (--prompt-tokens),\n"
-        "but in layers 0 and 1, which keep all; h2o(0.5,whole_layers=0): there too."
+        f"\nover_full: perplexity / perplexity of {FULL_CACHE}, with its 95 % interval (bootstrap over documents); an\n"
+        f"interval around 1 shows no difference. agreement: share of greedy tokens equal to {FULL_CACHE}'s. cosine:\n"
+        f"similarity of attention weights to {FULL_CACHE}'s, mean over steps, layers and heads. looked_at: share of\n"
+        "the tokens so far that a head attends to. moved: bytes loaded for the context / bytes of all its keys and\n"
+        f"values. h2o's budget is a share of the prompt, in blocks of {BLOCK_TOKENS} tokens: h2o(0.5) keeps {half} of\n"
+        f"{prompt} tokens here, {half / result['length']:.1%} of a text (--prompt-tokens). Layers 0 and 1 keep all\n"
+        "tokens, unless the option whole_layers=0 is given."
     )
 
 
 def _rounded(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table with numbers as texts of four decimals, missing ones as empty texts."""
+    """Return the table with numbers as texts with four decimals, and missing numbers as empty texts."""
     return table.map(lambda value: value if isinstance(value, str) else "" if pd.isna(value) else f"{value:.4f}")
 
 
@@ -296,6 +287,6 @@ def _write(result: dict, out: Path) -> None:
     policies = policies.drop(columns=[name for name in policies if "_by_" in str(name)])
     write_by_rename(out / "accuracy.csv", policies.to_csv(index=False))
     write_by_rename(out / "accuracy-chunks.csv", pd.DataFrame(result["chunks"]).to_csv(index=False))
-    from figures import accuracy as draw  # last, so that a missing library loses no run
+    from figures import accuracy as draw  # last: a missing library must not lose the results
 
     draw.by_chunk(out / "accuracy.png", result["chunks"], FULL_CACHE)

@@ -1,7 +1,7 @@
-"""A decode step by kind of task (seconds), link (bytes) and resource (busy share), from any trace.
+"""Breaks a decode step of a trace down: seconds by kind of task, bytes by link, busy share by resource.
 
-The same functions reduce measured and virtual traces, so that the two can be compared (KVPR's Fig. 10, HybridServe's
-Fig. 13 and 14).
+The same functions take measured and virtual traces, so that both can be compared (as in KVPR's Fig. 10 and
+HybridServe's Fig. 13 and 14).
 """
 
 from flexhybrid.core.hardware import LINKS
@@ -10,7 +10,7 @@ from flexhybrid.core.trace import TraceEvent, TraceWindow
 from flexhybrid.core.verbs import CARGO, VERBS
 from sim.virtual_clock import summarize
 
-#: Kinds of work in a step's order. Those of one resource follow one another in time; kinds of different ones overlap.
+#: Kinds of tasks in a step's order. Tasks of one resource run one after another; those of different resources overlap.
 KINDS = (
     *("disk_read", "load_weights", "load_cache", "load_activation", "load_other"),
     *("compute", "host_compute", "store", "disk_write"),
@@ -26,11 +26,11 @@ def kind_of(task: Task) -> str:
 
 
 def seconds_per_step(trace: list[TraceEvent], last: int = -1) -> dict[str, float]:
-    """Return kind -> seconds that its tasks ran in a decode step: the mean over the iterations after the first, up to
-    ``last`` (as a list index: ``TraceWindow``).
+    """Return kind -> seconds of its tasks in a decode step.
 
-    A task at the edge counts in part, so that the kinds of a resource add up to its busy time in the window that
-    ``summarize`` uses. Raises ValueError for a trace without such iterations.
+    The mean is over the iterations after the first, up to ``last`` (a list index: ``TraceWindow``). A task at the
+    window's edge counts in part, so that the kinds of a resource add up to its busy time in ``summarize``. Raise
+    ValueError for a trace without such iterations.
     """
     window = TraceWindow(trace, last)
     seconds: dict[str, float] = {}
@@ -42,7 +42,7 @@ def seconds_per_step(trace: list[TraceEvent], last: int = -1) -> dict[str, float
 
 
 def bytes_per_step(trace: list[TraceEvent]) -> dict[str, dict[str, float]]:
-    """Return link -> cargo -> bytes of a decode step: all that the trace's iterations move, over their number."""
+    """Return link -> cargo -> bytes moved in a decode step, the mean over the trace's decode iterations."""
     moved: dict[str, dict[str, float]] = {}
     for task, _, _ in trace:
         if task.resource in LINKS and task.iteration:
@@ -58,8 +58,8 @@ def bytes_per_step(trace: list[TraceEvent]) -> dict[str, dict[str, float]]:
 
 
 def breakdown(trace: list[TraceEvent], last: int = -1) -> dict:
-    """Return step_s, seconds, bytes and busy (share of the window, by resource) of a decode step; ``last`` as in
-    ``seconds_per_step``."""
+    """Return step_s, seconds, bytes and busy (resource -> share of the time) of a decode step.
+    ``last``: as in ``seconds_per_step``."""
     summary = summarize(trace, last)
     return {
         "step_s": summary.decode_s / summary.num_decoded,
@@ -70,7 +70,7 @@ def breakdown(trace: list[TraceEvent], last: int = -1) -> dict:
 
 
 def flat_rows(breakdowns: list[dict]) -> list[dict]:
-    """Return a row a policy and quantity: policy, quantity, unit, predicted, measured.
+    """Return a row for each policy and quantity: policy, quantity, unit, predicted, measured.
 
     ``breakdowns``: {"policy": name, "predicted": breakdown, "measured": breakdown}.
     """
@@ -85,7 +85,7 @@ def flat_rows(breakdowns: list[dict]) -> list[dict]:
 
 
 def _values(step: dict) -> dict[tuple[str, str], float]:
-    """Return (quantity, unit) -> value."""
+    """Return (quantity, unit) -> value of a breakdown."""
     return (
         {("step", "s"): step["step_s"]}
         | {(kind, "s"): seconds for kind, seconds in step["seconds"].items()}

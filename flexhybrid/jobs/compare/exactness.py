@@ -1,7 +1,7 @@
-"""The exactness contract: our tokens against transformers' own greedy generate of each prompt alone.
+"""The exactness check: our tokens against those of transformers' greedy ``generate`` for each prompt alone.
 
-At the first difference the reference is teacher-forced on its own tokens. The difference is excused only when the
-reference's two best logits are closer than 1e-5 of the logits' standard deviation, so that rounding may decide.
+A first difference is excused if rounding may decide: the reference's two best logits at that token, computed from the
+reference's own tokens, must differ by less than EXCUSABLE_GAP standard deviations of the logits.
 """
 
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-EXCUSABLE_GAP = 1e-5  #: of the logits' standard deviation
-MAX_EXCUSED = 1e-4  #: of all tokens
+EXCUSABLE_GAP = 1e-5  #: gap of the two best logits, in standard deviations of the logits
+MAX_EXCUSED = 1e-4  #: excused differences as a share of all tokens
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Tokens compared, equal, and lost behind excused or unexcused first differences of a prompt."""
+    """The result of a comparison of tokens."""
 
     num_tokens: int
-    num_equal: int
-    num_excused: int
-    first_wrong: str  #: empty when nothing is wrong
+    num_equal: int  #: tokens before each prompt's first difference
+    num_excused: int  #: prompts with an excused difference
+    first_wrong: str  #: description of the first difference that is not excused; empty without one
 
     @property
     def exact(self) -> bool:
@@ -72,7 +72,7 @@ class Reference:
 def compare_tokens(
     reference: Reference, prompts: list[list[int]], expected: list[list[int]], ours: list[list[int]]
 ) -> Exactness:
-    """Compare answers prompt by prompt. After a first difference texts may diverge, so the tail is not judged."""
+    """Compare answers prompt by prompt, each up to its first difference: after it, the texts may diverge."""
     num_tokens = num_equal = num_excused = 0
     first_wrong = ""
     for i, (prompt, wanted, got) in enumerate(zip(prompts, expected, ours, strict=True)):

@@ -1,6 +1,6 @@
-"""The main job: profile this machine, search a policy, run it against others, show predicted against measured.
+"""The job of ``flexhybrid compare``: profile the machine, search a policy, and measure it against other policies.
 
-With named systems it runs those instead, and shows the parts of each one's decode step.
+With named systems, the job measures those instead and shows the parts of each system's decode step.
 """
 
 import json
@@ -52,13 +52,13 @@ from sim import virtual_clock
 from sim.correction import TRIALS, in_words
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
 
-#: Allowance for a CUDA device's traces: its events are placed on the host's clock to about this precision.
+#: Tolerance of trace checks on a CUDA device: times of its events on the host's clock are this imprecise.
 CUDA_TRACE_TOLERANCE_S = 5e-5
 
-#: Link rates for a CPU, GB/s. At 0.4 a machine of two ordinary cores mixes KV and ACT. A faster machine would recompute
-#: everything at that rate, and the comparison would show nothing: it gets the next rate that gives a mix.
+#: Rates of a CPU's imitated link, GB/s. The job takes the first rate at which the best policy mixes KV and ACT: two
+#: ordinary cores do so at 0.4. At a rate too low for the machine, the best policy would recompute everything.
 LINK_LADDER = (0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0)
-INSIDE = (0.05, 0.9)  #: an ACT share between these is a mix
+INSIDE = (0.05, 0.9)  #: a policy with an ACT share between these values is a mix
 
 RESULT_FILES = (
     *("compare.json", "exactness.csv", "speed.csv", "sweep.csv", "breakdown.csv"),
@@ -71,13 +71,13 @@ RESULT_FILES = (
     *("hardware-cpu.json", "hardware-cuda.json"),
 )
 
-SMALLEST_KEPT_HIDDEN = 512  #: lines fitted on a tiny model say nothing about this machine at real sizes
-EXACT_MINI_BATCH_TOKENS = 1024
-EXACT_POLICIES = 6
+SMALLEST_KEPT_HIDDEN = 512  #: least hidden size of a kept profile: rates of tiny models do not hold at real sizes
+EXACT_MINI_BATCH_TOKENS = 1024  #: max_mini_batch_tokens of the policies in the exactness runs
+EXACT_POLICIES = 6  #: policies of the exactness runs without named systems
 
 
 def _num_steps(options: CompareOptions, profiling: int) -> int:
-    """Return the steps of the progress bar, with one profile of ``profiling`` steps."""
+    """Return the number of progress steps, of which the profile takes ``profiling``."""
     extra = options.policy is not None
     if options.systems:
         num = len(options.systems) + extra
@@ -88,9 +88,9 @@ def _num_steps(options: CompareOptions, profiling: int) -> int:
 
 
 def compare(options: CompareOptions, quiet: bool = False) -> dict:
-    """Do the whole job; return what is also written to ``options.out``: tables, predictions, the figures' data.
+    """Run the comparison; return the record that is also written to ``options.out`` as compare.json.
 
-    Raise InputError for anything that cannot work, before the first measurement and before anything is written.
+    Raise InputError, before anything is measured or written, if the options cannot work.
     """
     began = time.perf_counter()
     setting, report = settle(options), Report(quiet)
@@ -111,7 +111,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         if searched is None:
             named, sweep, shown = setting.systems(), [], None
             report.systems(named, setting.problem)
-            # a system is resolved again for the checkpoint's model
+            # Exactness resolves a system again, for the checkpoint's model.
             subjects = [(policy, policy.name if policy.name in options.systems else policy) for policy in named]
         else:
             mix = replace(searched.policy, name="hybrid")
@@ -177,15 +177,16 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
 
 
 def profiled_parts(options: CompareOptions) -> frozenset[str]:
-    """Return the parts of a profile that the policies to compare can use: the mixes use none."""
+    """Return the optional parts of the profile that the compared policies may need; mixes need none."""
     return PARTS if options.systems or options.policy else frozenset()
 
 
 def _profile_and_search(
     setting: ComparisonSetting, report: Report, progress: Progress
 ) -> tuple[ComparisonSetting, list[str], SearchResult | None]:
-    """Measure the machine; return the setting sized for it, the sizes on which passes disagreed, and the search's
-    result (None for ``options.systems``). Without a given link rate, take the first that gives a mix."""
+    """Measure the machine, then search for the best mix, on a CPU at a link rate of LINK_LADDER unless one is given.
+    Return the setting for the measured machine, the sizes on which two passes disagreed, and the search's result
+    (None with ``options.systems``)."""
     options, device = setting.options, setting.paced.device
 
     report.say("Profiling under load: about a minute.\n")
@@ -215,27 +216,27 @@ def _profile_and_search(
 
 
 def _keep_for_auto(setting: ComparisonSetting) -> str:
-    """Keep the machine's record for policy auto and the name local; return in words what was done. A record without a
-    pace is never replaced by one with a pace."""
+    """Save the machine's record for policy auto and the machine name "local"; return a message about the result.
+    A record of a paced link never replaces one of an unpaced link."""
     path, machine, pace = profile_file(setting.paced.device.type), setting.machine, setting.machine.notes.get(PACE)
     with suppress(InputError):  # none yet, or none that can be read
         earlier = load_hardware(path)
         if pace and not earlier.notes.get(PACE):
             return f"The profile at {path} stays as it is: it was measured without a pace, this one at {pace:g} GB/s"
         if set(machine.lines) < {key for key in earlier.lines if not is_of_disk(key) or key in machine.lines}:
-            return f"The profile at {path} stays as it is: it has more lines"
+            return f"The profile at {path} stays as it is: it has lines that this profile lacks"
     before = ", in place of an earlier profile" if path.is_file() else ""
     try:
         with_earlier_disk(machine, path).save(path)
     except OSError as error:
-        print(f"note: the profile could not be kept for policy auto: {error}", file=sys.stderr)
-        return "Not kept for policy auto."
+        print(f"note: the profile could not be saved for policy auto: {error}", file=sys.stderr)
+        return "The profile was not saved for policy auto."
     lifted = f"; without --link-gb-per-s its pace of {pace:g} GB/s is left out there" if pace else ""
-    return f"Kept for policy auto, and as the machine named local, at {path}{before}{lifted}"
+    return f"Saved the profile for policy auto and the machine named local at {path}{before}{lifted}"
 
 
 def _algorithm1_shares(setting: ComparisonSetting) -> dict[str, float]:
-    """Return the ACT share by tokens under Algorithm 1's two balances, for this batch at the middle of its decode."""
+    """Return the share of tokens in ACT by each balance of Algorithm 1, for the batch halfway through its decode."""
     batch = setting.workload.num_requests
     context = int(setting.workload.prompt_tokens[0]) + setting.options.gen_len // 2
     num_mini_batches = -(-batch // setting.options.mini_batch)
@@ -249,8 +250,9 @@ def _exactness(
     advance: Callable[[str], None],
     shown: str | None = None,
 ) -> dict:
-    """Compare the tokens of every policy (itself, and as ``LLM`` takes it) on the checkpoint in float32 with
-    transformers'; return a row a policy, and the text of a few completions of ``shown``, or of the first policy."""
+    """Compare each policy's tokens with transformers' on the checkpoint in float32.
+    ``policies``: pairs of a policy and the ``policy`` argument for ``LLM``. Return a row per policy, and four
+    completions as text by the policy named ``shown`` (None: the first)."""
     checkpoint, options = setting.checkpoint, setting.options
     params = SamplingParams(max_tokens=options.exact_tokens, temperature=0.0)
     arguments = LLMArguments(
@@ -284,7 +286,7 @@ def _exactness(
 
 
 def _exactness_prompts(checkpoint: Checkpoint, num_tokens: int, max_prompts: int) -> tuple[list[list[int]], list[str]]:
-    """Return (token ids, texts) of the shipped prompts that fit; random ids, and no texts, without a tokenizer."""
+    """Return token ids and texts of shipped prompts that fit; without a tokenizer, random ids and no texts."""
     limit = checkpoint.shape.max_context - num_tokens
     tokenizer = load_tokenizer(checkpoint.path)
     if tokenizer is None:
@@ -297,7 +299,7 @@ def _exactness_prompts(checkpoint: Checkpoint, num_tokens: int, max_prompts: int
 
 
 def _bench(setting: ComparisonSetting) -> Bench:
-    """Return what runs the speed table's policies, over the same random prompts."""
+    """Return a bench that runs policies over the same random prompts."""
     shape, device, paced = setting.problem.shape, setting.paced.device, setting.paced
     source = setting.checkpoint if setting.options.model else RandomWeights(shape, device=device.type)
     generator = np.random.default_rng(0)
@@ -310,7 +312,7 @@ def _bench(setting: ComparisonSetting) -> Bench:
 
 
 def _all_fit(setting: ComparisonSetting, policies: list[Policy]) -> bool:
-    """Return whether these policies' pools are kept at the same time: on a CPU, if they fit its budgets."""
+    """Return whether the policies' pools fit the budgets together; False on CUDA."""
     problem = setting.problem
     plans = [total_bytes(wave_plan(problem, policy, setting.workload)) for policy in policies]
     limits = {tier: problem.budgets.of(tier) for tier in ("device", "host")}
@@ -319,6 +321,7 @@ def _all_fit(setting: ComparisonSetting, policies: list[Policy]) -> bool:
 
 
 def _priced(problem: Problem, policy: Policy, workload: Workload) -> Priced:
+    """Return the virtual clock's prediction of the measured decode iterations."""
     summary = virtual_clock.summarize(virtual_decode(problem, policy, workload), LAST)
     return Priced(summary.decode_tokens_per_s, summary.binding)
 
@@ -326,11 +329,11 @@ def _priced(problem: Problem, policy: Policy, workload: Workload) -> Priced:
 def _try(
     setting: ComparisonSetting, mix: Policy, bench: Bench, advance: Callable[[str], None]
 ) -> tuple[ComparisonSetting, Trials]:
-    """Run trials of the searched mix and of the table's policies; return the setting on the corrected machine, whose
-    record is written to the results."""
+    """Run trials of the searched mix and the table's policies; return the setting on the corrected machine.
+    The corrected record is written to the results."""
     named, sweep = setting.mixes(mix)
     table = [policy for policy in named + sweep if policy not in (mix, *setting.extra)]
-    # where a checkpoint is named, exactness needs the memory
+    # With a named checkpoint, the exactness runs need the memory.
     keep = not setting.options.model and _all_fit(setting, [*table, *[mix] * MOST_ROUNDS])
 
     def run(policy: Policy) -> list[TraceEvent]:
@@ -349,19 +352,19 @@ def _try(
     tried = run_trials(setting.machine, mix, search, price, others=table, run=run, last=LAST)
     tried.hardware.save(setting.options.out / f"hardware-{setting.paced.device.type}.json")
     setting = setting.measured(tried.hardware)
-    bench.problem = setting.problem  # which decides the split points of both(…)
+    bench.problem = setting.problem  # its hardware decides the split points of both(…)
     return setting, tried
 
 
 def _measure(
     setting: ComparisonSetting, bench: Bench, named: list[Policy], sweep: list[Policy], advance: Callable[[str], None]
 ) -> list[MeasuredPolicy]:
-    """Run the table's policies and the sweep side by side; the ideal compute is measured for the table's."""
+    """Measure the table's policies and the sweep; ideal compute times are measured for the table's alone."""
     policies, rounds = named + sweep, setting.options.rounds
     names = {policy.name for policy in named}
 
     def judged(policy: Policy) -> bool:
-        """Return whether overlap means something: link and device alone work, and they may work at once."""
+        """Return whether to report overlap: only link and device work, and they may work at the same time."""
         alone = not policy.host_attends and not uses_disk(policy) and policy.overlap == "full"
         return policy.name in names and alone
 
@@ -375,8 +378,7 @@ def _measure(
 
 
 def _keeping_rows(out: Path) -> Callable[[MeasuredPolicy], None]:
-    """Return a function that writes the speed of the policies that it was given to ``speed.csv``, for a comparison that
-    is ended before the whole table is there."""
+    """Return a function that adds a policy's speed to ``speed.csv``, so that an interrupted comparison leaves some."""
     rows: list[dict] = []
 
     def keep(m: MeasuredPolicy) -> None:
@@ -388,7 +390,7 @@ def _keeping_rows(out: Path) -> Callable[[MeasuredPolicy], None]:
 
 
 def _row(m: MeasuredPolicy, virtual: list[TraceEvent], setting: ComparisonSetting, reference: MeasuredPolicy) -> dict:
-    """Return one line of the speed table."""
+    """Return a policy's row of the speed table."""
     link, problem = setting.paced.link_gb_per_s, setting.problem
     rate = link * 1e9 if link else 1 / setting.machine.lines["h2d"].s_per_byte
     closed_form, limit = (float(rates[0]) for rates in closed_decode(problem, m.policy, setting.workload))
@@ -420,7 +422,7 @@ def _row(m: MeasuredPolicy, virtual: list[TraceEvent], setting: ComparisonSettin
 
 
 def _breakdown(m: MeasuredPolicy, virtual: list[TraceEvent]) -> dict:
-    """Return the breakdown of a decode step on either clock; measured in the round nearest to the median."""
+    """Return a decode step's breakdown by prediction and by the measured round nearest to the median."""
     measured = breakdown(m.traces[m.median_round], LAST)
     measured["step_rounds_s"] = [one.decode_s / one.num_decoded for one in m.summaries]
     return {"policy": m.policy.name, "predicted": breakdown(virtual, LAST), "measured": measured}
@@ -444,13 +446,13 @@ def _save_table(out: Path, name: str, rows: list[dict]) -> None:
 
 
 def _write(result: dict, chosen: MeasuredPolicy, virtual: list[TraceEvent], setting: ComparisonSetting) -> None:
-    """Write JSON, CSV, trace and figures."""
+    """Write the record as JSON, its tables as CSV, the trace of the ``chosen`` policy, and the figures."""
     out, problem = setting.options.out, setting.problem
     write_by_rename(out / "compare.json", json.dumps(result, indent=1, default=float))
     tables = {name: result[name] for name in ("speed", "sweep") if result[name]}
     for name, rows in (tables | {"breakdown": flat_rows(result["breakdown"])}).items():
         _save_table(out, name, rows)
-    from figures import compare as draw  # last, so that a missing library loses no run
+    from figures import compare as draw  # last: a missing library must not lose the results
 
     traces = {"predicted": virtual, "measured": chosen.traces[chosen.median_round]}
     save_chrome_trace(out / "trace.json", traces)

@@ -1,4 +1,4 @@
-"""The decode iterations that a comparison measures, on both clocks."""
+"""Predictions of the decode iterations that a comparison measures, by the closed form and by the virtual clock."""
 
 import numpy as np
 
@@ -18,11 +18,11 @@ from sim.cost import hardware_of
 def closed_decode(
     problem: Problem, policy: Policy, workload: Workload, cache: dict[str, np.ndarray] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the closed form's decode tokens/s, and the busiest resource's limit, over the measured iterations: arrays
-    [policies], one without ``cache`` (cache entry -> shares [policies] instead of the policy's).
+    """Return the closed form's decode tokens/s and their limit by the busiest resource, arrays [policies].
 
-    A window's iterations are the difference between a run that ends with them and one that ends with the first decode
-    iteration. That excludes overlap with the prefill, and the last iteration's missing loads. Raise ValueError for
+    ``cache``: cache entry -> shares [policies] in place of the policy's; None: one policy. The seconds of the measured
+    iterations are those of a run that ends with them, minus those of a run that ends with the first decode iteration.
+    The difference excludes overlap with the prefill, and the missing loads of the last iteration. Raise ValueError for
     answers of fewer than LEAST_TOKENS tokens.
     """
     batch, (prompt, generated) = workload.num_requests, mean_lengths(workload)
@@ -41,5 +41,5 @@ def closed_decode(
 
 
 def virtual_decode(problem: Problem, policy: Policy, workload: Workload) -> list[TraceEvent]:
-    """Return the virtual clock's trace of the decode iterations: of the tasks that are measured."""
+    """Return the virtual clock's trace of the decode iterations' tasks, which are those measured."""
     return virtual_clock.run(stream(admit(problem, policy, workload), first_iteration=1), hardware_of(problem, policy))

@@ -1,4 +1,4 @@
-"""The main job's output: findings as they come, above the progress bar."""
+"""The printed output of ``flexhybrid compare``: each result as soon as it is known, above the progress bar."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,26 +27,26 @@ from policy_search.fit import PAPERS_R2, fit_report
 from policy_search.search import SearchResult
 from sim.correction import in_words
 
-#: Lines of a profile that the report shows. Left out: an unpaced link, and the lines that price verbs without one.
+#: Lines of a profile that the report shows: all but an unpaced link's, and those for verbs without a line of their own.
 SHOWN_LINES = ("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", *VERBS)
-BUSY = "*"  #: marks a figure that was measured on a busy machine
-MOST_SPREAD = 0.15  #: (fastest - slowest) / median of a policy's rounds, beyond an idle machine's
+BUSY = "*"  #: marks a rate that was measured on a busy machine
+MOST_SPREAD = 0.15  #: an idle machine's highest (fastest - slowest) / median of a policy's rounds
 
 
 def is_disturbed(row: dict) -> bool:
-    """Return whether other processes disturbed the rounds of a row, as the idle check or the rounds' spread shows."""
+    """Return whether other processes disturbed a row's rounds, by their CPU use or by the spread of the rounds."""
     rounds = row["measured_rounds"]
     spread = (max(rounds) - min(rounds)) / row["measured_tokens_per_s"]
     return spread > MOST_SPREAD or any(share > MOST_OTHERS for share in row["others_cpu_share"])
 
 
 class Report:
-    """Prints to stdout; ``quiet`` prints nothing."""
+    """Prints the results to stdout, unless ``quiet``."""
 
     def __init__(self, quiet: bool):
         self.quiet = quiet
 
-    def say(self, text: str = "") -> None:
+    def say(self, text: str) -> None:
         if not self.quiet:
             tqdm.write(text, file=sys.stdout)
 
@@ -60,19 +60,19 @@ class Report:
         self.say(f"\nThe papers report R² ≥ {PAPERS_R2} for T_kv_gen and T_load_kv; a worse fit is marked.")
         for resource, of in hardware.notes.get(CONTENTION, {}).items():
             wait = f"{1e6 * of['wait_s']:.0f} µs a task and {of['factor'] - 1:.1%}"
-            self.say(f"Beside copies and other threads, {resource} takes {wait} longer than the lines say.")
+            self.say(f"While copies and other threads run, {resource} takes {wait} longer than these lines predict.")
         if paused := {key: of for key, of in hardware.notes.get(AFTER_PAUSE, {}).items() if key in SHOWN_LINES}:
             ratios = ", ".join(f"{key} {of:.2f}" for key, of in paused.items())
-            self.say(f"Times as long after a pause, which no prediction counts: {ratios}.")
+            self.say(f"Slowdown of a task after a pause, which predictions do not include: {ratios}.")
         if disagreements:
             self.say(f"Two passes disagreed by more than 15 % on {len(disagreements)} sizes.")
         if note := company_note(hardware):
-            self.say(f"Marked: {note}.")
+            self.say(f"Note: {note}.")
 
     def faster_link(self, slow: float, link: float) -> None:
         self.say(
-            f"\nAt {slow} GB/s this machine recomputes faster than the link brings KV, and the best mix is all of one "
-            f"kind: the link is set to {link} GB/s. --link-gb-per-s {slow} keeps it.\n"
+            f"\nAt {slow} GB/s recomputing is faster on this machine than copying KV, so the best policy is no mix of "
+            f"both. The link is set to {link} GB/s; --link-gb-per-s {slow} keeps the lower rate.\n"
         )
 
     def search(self, result: SearchResult, algorithm1: dict[str, float], tokens_per_s: float) -> None:
@@ -86,11 +86,11 @@ class Report:
             f"Algorithm 1: {algorithm1['paper']:.3f} by the papers' balance, "
             f"{algorithm1['full']:.3f} by the full one.\n"
             f"Predicted {tokens_per_s:.1f} tokens/s; {gib(sum(p['traffic_bytes']['h2d'].values()))} to the "
-            f"device in the whole run; busy: {busy}; {p['binding']} binds."
+            f"device in the whole run; busy: {busy}; limited by {p['binding']}."
         )
 
     def trials(self, before: Policy, tried: Trials) -> None:
-        """Say what trials changed."""
+        """Print how trials changed the predictions and the choice."""
         was, now = before.share("act"), tried.policy.share("act")
         choice = f"the ACT share goes from {was:.2f} to {now:.2f}" if tried.policy != before else "the choice stays"
         num = counted(len(tried.tried), "candidate")
@@ -104,12 +104,12 @@ class Report:
         self.say(f"\n3. Exactness: float32, {exact['num_prompts']} prompts, against transformers\n")
         rows = []
         for row in exact["rows"]:
-            equal, exactly = (
-                f"{row['equal']} of {row['tokens']}",
-                "yes" if row["exact"] else f"NO: {row['first_wrong']}",
-            )
-            verdict = exactly if row["lossless"] else f"lossy: {row['equal'] / max(1, row['tokens']):.0%} agree"
-            rows.append({"policy": row["policy"], "tokens equal": equal, "excused": row["excused"], "exact": verdict})
+            equal, exactly = f"{row['equal']} of {row['tokens']}", f"NO: {row['first_wrong']}"
+            if row["exact"]:
+                exactly = "yes"
+            if not row["lossless"]:
+                exactly = f"lossy: {row['equal'] / max(1, row['tokens']):.0%} agree"
+            rows.append({"policy": row["policy"], "tokens equal": equal, "excused": row["excused"], "exact": exactly})
         self.table(rows)
         for prompt, text in exact["completions"]:
             self.say(f"\n  {prompt!r}\n    → {text!r}")
@@ -126,19 +126,17 @@ class Report:
         reference = result["speed"][0]["reference"]
         self.table([speed_line(row) for row in result["speed"]])
         self.say(
-            "\nOf the decode's iterations but the first and the last. limit: if the busiest resource never waited,\n"
-            "by the same profile (measurements may exceed it); closed form, virtual: predictions; before trials:\n"
-            "virtual by the profile that trials had not corrected; error: virtual over measured; MB/iter: 10^6 bytes\n"
-            "to the device an iteration; overlap: the larger of ideal link and compute time over wall time, where\n"
-            "link and device alone work, at once (beyond 1 is noise: the ideal is measured by itself); compute, link:\n"
-            "busy share;\n"
-            f"= {reference}: tokens equal to {reference}'s in {result['dtype']}, where rounding may part texts."
+            "\nAll columns are about the decode iterations, without the first and the last.\n"
+            "limit: if the busiest resource never waited, by the profile; noise may exceed it. closed form, virtual:\n"
+            "predictions. before trials: virtual with the uncorrected profile. error: virtual over measured. MB/iter:\n"
+            "10^6 bytes to the device per iteration. overlap: the larger of ideal link and compute time over wall\n"
+            "time, if only link and device work; noise may exceed 1. compute, link: busy shares.\n"
+            f"= {reference}: tokens equal to {reference}'s; in {result['dtype']} rounding may change tokens."
         )
         if any(is_disturbed(row) for row in result["speed"] + result["sweep"]):
             self.say(
                 f"{BUSY} The machine was busy: other processes used more than {MOST_OTHERS:.0%} of the cores in a "
-                f"round, or rounds of\none policy lie more than {MOST_SPREAD:.0%} apart. Such a median is not "
-                "clean: run again on an idle machine."
+                f"round, or rounds of\none policy differ by more than {MOST_SPREAD:.0%}. Run again on an idle machine."
             )
         if result["sweep"]:
             self.say("\nSweep over ACT shares\n")
@@ -146,16 +144,16 @@ class Report:
         if words := verdict(result):
             self.say(f"\n{words}")
         violations = result["trace_violations"]
-        self.say(f"\nTRACE VIOLATIONS: {violations[:3]}" if violations else "\nTraces: every read saw its version.")
+        self.say(f"\nTRACE VIOLATIONS: {violations[:3]}" if violations else "\nTraces: every task read the right data.")
 
     def breakdown(self, breakdowns: list[dict]) -> None:
         self.say("\n5. A decode step: ms by kind of task, predicted / measured\n")
         self.table(clock_pairs(breakdowns, _step_ms, ("step", *map(_words, KINDS)), digits=1))
         self.say(
-            "\nKinds of one resource add up to its busy time; link, device, host and disk work side by side. A paced\n"
-            f"link that was late makes up for up to {MOST_LATE_S * 1e3:.0f} ms: single copies may be faster than it.\n"
+            "\nKinds of one resource add up to its busy time; link, device, host and disk work in parallel. A paced\n"
+            f"link catches up delays of up to {MOST_LATE_S * 1e3:.0f} ms: single copies may be faster than its rate.\n"
         )
-        self.say("Traffic of a decode step, MB by what it is: the same tasks on both clocks\n")
+        self.say("Traffic of a decode step in MB, equal on both clocks\n")
         self.table(traffic_table(breakdowns))
         self.say("\nBusy share of the decode, predicted / measured\n")
         self.table(clock_pairs(breakdowns, lambda step: step["busy"], RESOURCES, digits=2))
@@ -164,13 +162,13 @@ class Report:
         tables = "exactness.csv, speed.csv" + (", sweep.csv, throughput.png" if result["sweep"] else "")
         self.say(
             f"\nWritten to {out}: compare.json, {tables}, breakdown.csv, timeline.png, breakdown.png, traffic.png (and "
-            "as PDF and SVG), trace.json (open it at ui.perfetto.dev), and this machine as it was measured for the "
-            f"model's sizes, hardware-{result['device']}.json (for --hardware). {result['seconds']:.0f} s."
+            "as PDF and SVG), trace.json (open it at ui.perfetto.dev), and hardware-"
+            f"{result['device']}.json, this machine's profile (for --hardware). {result['seconds']:.0f} s."
         )
 
 
 def profile_line(row: dict) -> dict:
-    """A fitted line for people."""
+    """Return a fitted line as a row of the printed table."""
     return {
         "line": row["key"],
         "GFLOP/s": _number(row["gflop_per_s"]),
@@ -182,24 +180,23 @@ def profile_line(row: dict) -> dict:
 
 
 def verdict(result: dict) -> str:
-    """Return in words how the searched mix compares with the fastest other lossless policy, with the interval that
-    their rounds span; an empty string without a search. A policy beats another where its median is more than TIE
-    higher and each of its rounds is faster than all of the other's; otherwise the two tie."""
+    """Return a sentence that compares the searched mix with the fastest other lossless policy; "" without a search.
+    A policy beats another one if its median is more than TIE higher and its slowest round beats the other's fastest.
+    Otherwise the two tie. The sentence ends with the range of the rounds' ratios."""
     rows = {row["policy"]: row for row in result["sweep"] + result["speed"] if row["lossless"]}
     searched = rows.pop("hybrid", None)
     if not result["search"] or not searched or not rows:
         return ""
 
     def ahead(row: dict, of: dict) -> float:
-        """Return the share by which a policy's median exceeds the other's if it beats it; else 0."""
+        """Return by which share a policy's median exceeds that of a policy it beats; 0 if it does not beat it."""
         share = row["measured_tokens_per_s"] / of["measured_tokens_per_s"] - 1
         return share if share > TIE and min(row["measured_rounds"]) > max(of["measured_rounds"]) else 0.0
 
     best = max(rows.values(), key=lambda row: (ahead(row, searched), row["measured_tokens_per_s"]))
     first, second = (best, searched) if ahead(best, searched) else (searched, best)
-    low, high = (
-        one(first["measured_rounds"]) / other(second["measured_rounds"]) - 1 for one, other in ((min, max), (max, min))
-    )
+    low = min(first["measured_rounds"]) / max(second["measured_rounds"]) - 1
+    high = max(first["measured_rounds"]) / min(second["measured_rounds"]) - 1
     rounds = f"(rounds: {low:+.1%} to {high:+.1%})"
     if share := ahead(best, searched):
         return f"The search missed: {best['policy']} was measured {share:.1%} faster than the searched mix {rounds}."
@@ -210,7 +207,7 @@ def verdict(result: dict) -> str:
 
 
 def speed_line(row: dict) -> dict:
-    """A row of the speed table for people."""
+    """Return a row of the printed speed table."""
 
     def share(value: float | None) -> str:
         return "" if value is None else f"{value:.2f}"
@@ -235,7 +232,7 @@ def speed_line(row: dict) -> dict:
 
 
 def policy_line(policy: Policy, problem: Problem) -> dict:
-    """Return a policy in words."""
+    """Return a policy as a row of the printed table."""
     bits = policy.bits
     packed = {"weights": bits.weights, "kv": bits.kv, "act": bits.act}
     return {
@@ -252,7 +249,7 @@ def policy_line(policy: Policy, problem: Problem) -> dict:
 def clock_pairs(
     breakdowns: list[dict], values_of: Callable[[dict], dict[str, float]], columns: Sequence[str], digits: int
 ) -> list[dict]:
-    """Return a row a policy, "predicted / measured" in each of ``columns`` that a breakdown has by ``values_of``."""
+    """Return a row per policy with "predicted / measured" in each of ``columns`` that ``values_of`` a breakdown has."""
     pairs = [[values_of(row[clock]) for clock in ("predicted", "measured")] for row in breakdowns]
     used = [column for column in columns if any(column in values for pair in pairs for values in pair)]
 
@@ -278,11 +275,11 @@ def traffic_table(breakdowns: list[dict]) -> list[dict]:
     used = [link for link in LINKS if any(size >= 5e3 for links in moved for size in links.get(link, {}).values())]
     rows = []
     for row, links in zip(breakdowns, moved, strict=True):
-        sizes = {
-            link: {cargo: size / 1e6 for cargo, size in links.get(link, {}).items() if size >= 5e3} for link in used
-        }
-        texts = {link: " ".join(f"{cargo} {mb:.2f}" for cargo, mb in of.items()) for link, of in sizes.items()}
-        rows.append({"policy": row["policy"], **texts})
+        cells = {"policy": row["policy"]}
+        for link in used:
+            sizes = links.get(link, {}).items()
+            cells[link] = " ".join(f"{cargo} {size / 1e6:.2f}" for cargo, size in sizes if size >= 5e3)
+        rows.append(cells)
     return rows
 
 

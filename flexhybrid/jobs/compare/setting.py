@@ -1,4 +1,4 @@
-"""The setting of a comparison, complete and checked before the first measurement."""
+"""The setting of a comparison, checked before the first measurement."""
 
 from __future__ import annotations
 
@@ -34,60 +34,60 @@ from sim.presets import act_only, hybrid, hybrid_static, kv_only
 #: Search space of the comparison without ``systems``: KV and ACT on the host, weights streamed.
 MIXES = replace(PLAIN, entries=("act@host", "kv@host"))
 
-#: (prompt tokens, layers of the random model), from the README's run down: slow machines get less to do.
+#: Sizes of the runs: (prompt tokens, layers of the random model), the README's first. Slow machines take a later one.
 SIZES = ((512, 4), (512, 2), (256, 2), (128, 2))
-TABLE_SECONDS = 240.0  #: predicted, for all policies of the speed table
+TABLE_SECONDS = 240.0  #: limit on the predicted seconds of the speed table
 
-SWEEP = tuple(i / 8 for i in range(1, 8))  #: its ends are kv_only and act_only
-LEAST_TOKENS = 4  #: of an answer: a step goes from the end of the first of three decode iterations to the second's
-OWN_NAMES = ("kv_only", "act_only", "hybrid_static", "hybrid")
+SWEEP = tuple(i / 8 for i in range(1, 8))  #: ACT shares of the sweep, between kv_only and act_only
+LEAST_TOKENS = 4  #: least tokens of an answer: its decode has three iterations, of which the second is measured
+OWN_NAMES = ("kv_only", "act_only", "hybrid_static", "hybrid")  #: policies of every comparison without systems
 
 
 @dataclass(frozen=True)
 class ComparisonSetting:
-    """The model, machine and requests of a comparison. ``problem`` has the hardware record once it is measured."""
+    """The model, machine and requests of a comparison."""
 
     options: CompareOptions
-    paced: PacedDevice  #: its link as the options name it
-    checkpoint: Checkpoint  #: of the exactness runs
-    problem: Problem  #: of the speed runs
+    paced: PacedDevice  #: with the link rate in use
+    checkpoint: Checkpoint  #: model of the exactness runs
+    problem: Problem  #: of the speed runs, with the hardware record after the profile
     workload: Workload
     files: dict[str, Policy]  #: policy files among ``options.systems``
-    extra: list[Policy]  #: the policy of ``options.policy``
+    extra: list[Policy]  #: the policy of the file ``options.policy``, if given
 
     @property
     def machine(self) -> Hardware:
-        """The hardware record. Raises ValueError before the machine is measured."""
+        """The hardware record. Raise ValueError before the machine is measured."""
         if self.problem.hardware is None:
             raise ValueError("the machine of the comparison is not measured yet")
         return self.problem.hardware
 
     @property
     def mini_batch_tokens(self) -> int:
-        """Tokens that make mini-batches of ``options.mini_batch`` requests at every mix, with a block of padding."""
+        """The max_mini_batch_tokens that gives mini-batches of ``options.mini_batch`` requests for every mix."""
         tokens = int(self.workload.prompt_tokens[0]) + self.options.gen_len
         return self.options.mini_batch * ((-(-tokens // BLOCK_TOKENS) + 1) * BLOCK_TOKENS + 1)
 
     def mixes(self, searched: Policy) -> tuple[list[Policy], list[Policy]]:
-        """Return (policies of the table, those of the sweep) of a comparison without ``options.systems``."""
+        """Return the policies of the table and those of the sweep, without ``options.systems``."""
         tokens, shape = self.mini_batch_tokens, self.problem.shape
         named = [kv_only(tokens), act_only(tokens), hybrid_static(shape, tokens), searched, *self.extra]
         return named, [hybrid(share, tokens) for share in SWEEP]
 
     def systems(self) -> list[Policy]:
-        """Return the policies of ``options.systems`` and ``options.policy`` on the measured machine. Raise InputError
-        when one cannot be run."""
+        """Return the policies of ``options.systems`` and ``options.policy`` on the measured machine.
+        Raise InputError if one cannot run."""
         policies = self.resolved(self.options.systems, self.problem.shape) + self.extra
         self.check(policies)
         return policies
 
     def resolved(self, texts: tuple[str, ...] | list[str], shape: ModelShape) -> list[Policy]:
-        """Return the policies of systems by name and policy files, for a model."""
+        """Return the policies of system names and policy files for a model."""
         problem = replace(self.problem, shape=shape)
         return [self.files.get(text) or systems.policy_here(text, problem, self.workload) for text in texts]
 
     def check(self, policies: list[Policy]) -> None:
-        """Raise InputError for a policy that cannot be compared, and for two of one name."""
+        """Raise InputError for a policy that cannot be compared, or two policies of the same name."""
         options = self.options
         names = [policy.name for policy in policies]
         if twice := next((name for name in names if names.count(name) > 1), None):
@@ -106,7 +106,7 @@ class ComparisonSetting:
                 check_budget(wave_plan(self.problem, policy, self.workload), self.problem.budgets, subject)
 
     def table_seconds(self) -> float:
-        """Return the predicted seconds of the speed table: a prefill and the decode rounds of every policy."""
+        """Return the predicted seconds of the speed table: each policy's prefill and decode rounds."""
         rounds = self.options.rounds
         if self.options.systems:
             named, sweep = self.systems(), []
@@ -116,7 +116,7 @@ class ComparisonSetting:
         for policy in named:
             run = predict(self.problem, candidates_of(policy, self.workload))
             seconds += float(np.ravel(run.prefill_s + (rounds + ALONE_ROUNDS) * run.decode_s)[0])
-        if sweep:  # policies that differ in their shares alone: priced together
+        if sweep:  # these differ only in their shares, so they are priced together
             cache = {entry: np.array([policy.cache[entry] for policy in sweep]) for entry in sweep[0].cache}
             run = predict(self.problem, replace(candidates_of(sweep[0], self.workload), cache=cache))
             seconds += float(np.sum(run.prefill_s + rounds * run.decode_s))
@@ -127,8 +127,8 @@ class ComparisonSetting:
         return replace(self, problem=replace(self.problem, hardware=hardware))
 
     def sized(self) -> ComparisonSetting:
-        """Return this setting at the first of ``SIZES`` whose ``table_seconds`` are at most ``TABLE_SECONDS``, or the
-        last; unchanged with a given prompt length, and on a GPU."""
+        """Return this setting with the first of SIZES that takes at most TABLE_SECONDS, else the last one.
+        With a given prompt length, or on a GPU, the setting stays as it is."""
         if self.options.prompt_len is not None or self.paced.device.type == "cuda":
             return self
         setting = self
@@ -152,16 +152,16 @@ class ComparisonSetting:
         return search(replace(self.problem, hardware=hardware), self.workload, settings)
 
     def priced(self, result: SearchResult, policy: Policy) -> SearchResult:
-        """Return the result with another policy, and its prediction on this machine."""
+        """Return the result with another policy and the prediction for that policy on this machine."""
         prediction = predict(self.problem, candidates_of(policy, self.workload)).row()
         return replace(result, policy=policy, prediction=prediction)
 
 
 def settle(options: CompareOptions) -> ComparisonSetting:
-    """Open the checkpoint and the policy files, and return the setting before the machine is measured. Raise InputError
-    for all that cannot work."""
+    """Open the checkpoint and the policy files; return the setting without a hardware record.
+    Raise InputError if the options cannot work."""
     if options.disk_gb_per_s is not None and options.disk_dir is None:
-        raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk-dir")
+        raise InputError("--disk-gb-per-s is the rate of a disk: name its folder with --disk-dir")
     paced = pick_device(options.device, options.link_gb_per_s, options.disk_dir, options.disk_gb_per_s)
     budgets = Budgets(**{tier: parse_bytes(options.budgets.get(tier)) for tier in TIERS})
     files = {text: Policy.load(text) for text in options.systems if text.endswith(".json")}
@@ -195,14 +195,14 @@ def _check_numbers(options: CompareOptions, shape: ModelShape) -> None:
 
 
 def _workload(options: CompareOptions, shape: ModelShape, prompt_len: int) -> Workload:
-    """Return the requests, with prompts cut to the room that the answers leave."""
+    """Return the requests, with prompts cut so that prompt and answer fit the context."""
     return Workload.uniform(options.batch, min(prompt_len, shape.max_context - options.gen_len), options.gen_len)
 
 
 def _known_policies(setting: ComparisonSetting) -> list[Policy]:
-    """Return the policies that do not wait for the profile. Raise InputError for systems that cannot be run."""
+    """Return the policies that do not depend on the profile. Raise InputError for systems that cannot run."""
     if not setting.options.systems:
-        largest = replace(kv_only(setting.mini_batch_tokens), name="hybrid")  # that the searched mix may be
+        largest = replace(kv_only(setting.mini_batch_tokens), name="hybrid")  # the largest mix the search may choose
         return sum(setting.mixes(largest), start=[])
     for text in setting.options.systems:
         if text not in setting.files:
@@ -214,5 +214,5 @@ def _known_policies(setting: ComparisonSetting) -> list[Policy]:
 
 
 def uses_disk(policy: Policy) -> bool:
-    """Return whether a run of the policy needs scratch space."""
+    """Return whether the policy keeps weights or context on a disk."""
     return policy.weights.disk > 0 or any("@disk" in entry for entry in policy.cache_entries)

@@ -1,8 +1,8 @@
-"""Measured speed of policies side by side: interleaved runs over the same prompts, and their ideals.
+"""Measures the speed of policies over the same prompts, and the ideal compute time of each.
 
-One ``Bench`` holds the weights; each policy has an engine of its own, or all share one. Prefill runs once a policy;
-decoding is then repeated from the filled cache, so that rounds are short and can be interleaved: when the machine slows
-down, every policy slows down.
+A ``Bench`` holds the weights; each policy has its own engine, or several share one. The prefill runs once per policy.
+Decode rounds start from the filled cache, so they are short, and the policies' rounds alternate: when the machine
+slows down, every policy slows down.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.weights import Weights, WeightSlots
 from sim.virtual_clock import MeasuredSummary, summarize_measured
 
-LAST = -2  #: iteration that ends a window (``TraceWindow``): the last one's loads end early, as none follows
-ALONE_ROUNDS = 3  #: decode rounds without the link, of which the best is the ideal compute
+LAST = -2  #: last measured iteration (``TraceWindow``): the very last one loads nothing for a next one
+ALONE_ROUNDS = 3  #: decode rounds without the link; the fastest is the ideal compute time
 
 
 @dataclass
 class MeasuredPolicy:
-    """Figures of one policy. Windows leave out the first decode iteration, which overlaps with nothing, and the last
-    (LAST)."""
+    """The measurements of one policy, over the decode iterations without the first and the last (LAST)."""
 
     policy: Policy
     tokens: list[list[int]]
-    prefill_trace: list[TraceEvent]  #: of the run from the prompts on
-    traces: list[list[TraceEvent]]  #: of the decode rounds
-    summaries: list[MeasuredSummary]
-    ideal_compute_s: float | None  #: the same steps without the link, over the same window
-    others_cpu_share: list[float | None]  #: of each round: share of the cores that other processes used
+    prefill_trace: list[TraceEvent]  #: of the whole first run, prefill included
+    traces: list[list[TraceEvent]]  #: of each decode round
+    summaries: list[MeasuredSummary]  #: of each decode round
+    ideal_compute_s: float | None  #: seconds of the same iterations without copies; None: not measured
+    others_cpu_share: list[float | None]  #: share of the cores that other processes used in each round
 
     @property
     def decode_tokens_per_s(self) -> list[float]:
-        """One figure a round."""
+        """The rate of each round."""
         return [summary.decode_tokens_per_s for summary in self.summaries]
 
     @property
@@ -60,18 +59,18 @@ class MeasuredPolicy:
         return int(np.argmin(np.abs(np.array(self.decode_tokens_per_s) - self.median_tokens_per_s)))
 
     def ideal_link_s(self, bytes_per_s: float) -> float:
-        """Seconds of the window's bytes from the host at the link's full rate; median over rounds."""
+        """Return the seconds that the measured copies to the device take at the link's full rate; median of rounds."""
         return statistics.median(TraceWindow(trace, LAST).moved_bytes("h2d") for trace in self.traces) / bytes_per_s
 
     def overlap(self, bytes_per_s: float) -> float | None:
-        """max(ideal link, ideal compute) / wall, median over rounds (design section 11)."""
+        """Return max(ideal link, ideal compute) / wall time, the median of the rounds."""
         if self.ideal_compute_s is None:
             return None
         ideal = max(self.ideal_link_s(bytes_per_s), self.ideal_compute_s)
         return statistics.median(ideal / summary.decode_s for summary in self.summaries)
 
     def balance(self, bytes_per_s: float) -> float | None:
-        """The smaller ideal over the larger: overlap is judged where this is at least 0.7."""
+        """Return the smaller ideal time over the larger; ``overlap`` is meaningful from 0.7 on."""
         if self.ideal_compute_s is None:
             return None
         low, high = sorted((self.ideal_link_s(bytes_per_s), self.ideal_compute_s))
@@ -79,7 +78,7 @@ class MeasuredPolicy:
 
 
 class PolicyRun:
-    """A policy with its wave, an engine, and its cache filled by a prefill."""
+    """A policy with its wave and its engine, whose cache is filled by a prefill."""
 
     def __init__(self, bench: Bench, policy: Policy, engine: Engine | None = None):
         self.bench, self.policy = bench, policy
@@ -91,21 +90,21 @@ class PolicyRun:
         self.prefill_trace = result.trace
 
     def decode(self) -> tuple[list[TraceEvent], float | None]:
-        """Run all decode iterations over the cache as the prefill left it; return the trace, and the share of the cores
-        that other processes used."""
+        """Run all decode iterations from the prefilled cache.
+        Return the trace, and the share of the cores that other processes used."""
         before = CpuUse.now()
         trace = self.session.decode()
         return trace, CpuUse.now().others_since(before)
 
-    def compute_alone_s(self, rounds: int = ALONE_ROUNDS) -> float:
-        """Return the wall time of the window's steps while nothing crosses the link; the best of some rounds."""
+    def compute_alone_s(self) -> float:
+        """Return the seconds of the measured iterations without copies over the link, in the fastest round."""
         with self.engine.without_copies():
-            return min(summarize_measured(self.decode()[0], LAST).decode_s for _ in range(rounds))
+            return min(summarize_measured(self.decode()[0], LAST).decode_s for _ in range(ALONE_ROUNDS))
 
     def measured(
         self, rounds: list[tuple[list[TraceEvent], float | None]], with_ideal: bool, on_progress: Callable[[str], None]
     ) -> MeasuredPolicy:
-        """Return the record of these rounds; ``with_ideal`` measures the ideal compute now."""
+        """Return the measurements of these rounds; ``with_ideal`` also measures the ideal compute time."""
         if with_ideal:
             on_progress(f"compute alone {self.policy.name}")
         traces = [trace for trace, _ in rounds]
@@ -121,10 +120,10 @@ class PolicyRun:
 
 
 class Bench:
-    """Runs policies side by side on the same prompts. Raises InputError when one is over the budgets.
+    """Runs policies on the same prompts. Methods raise InputError for a policy that exceeds the budgets.
 
-    ``make_weights(policy)`` loads the weights; policies that place and pack them alike use the same ones. ``problem``'s
-    hardware decides the split points of both(…). ``close()``, or leaving a ``with`` block, gives disk space back.
+    ``make_weights(policy)`` loads weights, which policies of equal placement and bits share. ``problem``'s hardware
+    decides the split points of both(…). ``close()``, or leaving a ``with`` block, frees memory and disk space.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class Bench:
         self._engines, self._weights, self._runs = [], {}, {}
 
     def run_of(self, policy: Policy) -> PolicyRun:
-        """Return a policy's run; its prompts are computed once, until ``close``."""
+        """Return a policy's run, whose prompts are computed once until ``close``."""
         if policy not in self._runs:
             self._runs[policy] = PolicyRun(self, policy)
         return self._runs[policy]
@@ -166,7 +165,7 @@ class Bench:
         self.close()
 
     def weights_of(self, policy: Policy) -> tuple[Weights, WeightSlots]:
-        """Return the weights at a policy's placement, and slots for their streamed layers."""
+        """Return the weights placed as the policy says, and slots for the streamed layers."""
         key = (policy.weights, policy.bits.weights)
         if key not in self._weights:
             weights = self._make_weights(policy)
@@ -174,7 +173,7 @@ class Bench:
         return self._weights[key]
 
     def make_engine(self, policies: list[Policy]) -> Engine:
-        """Return an engine whose buffers serve any of these policies, which share them (``_grouped``)."""
+        """Return an engine whose buffers are large enough for each of these policies (a group of ``_grouped``)."""
         weights, slots = self.weights_of(policies[0])
         sizes = buffer_sizes(self.admit(policies[0]))
         for policy in policies[1:]:
@@ -187,11 +186,11 @@ class Bench:
         return engine
 
     def set_link(self, gb_per_s: float, runs: list[PolicyRun]) -> None:
-        """Change the link's pace; caches stay filled (CPU)."""
+        """Change the rate of a CPU's imitated link; caches stay filled."""
         self.paced = replace(self.paced, link_gb_per_s=gb_per_s)
         for run in runs:
             if not isinstance(run.engine.copies, CpuCopies):
-                raise TypeError("the link of a GPU has its own pace")
+                raise TypeError("the rate of a GPU's link cannot be set")
             run.engine.copies.set_rate(gb_per_s)
 
     def measure(
@@ -201,7 +200,7 @@ class Bench:
         with_ideal: Callable[[Policy], bool],
         on_progress: Callable[[str], None],
     ) -> list[MeasuredPolicy]:
-        """Decode in ``rounds`` interleaved rounds, then measure the ideal compute where ``with_ideal(policy)``."""
+        """Decode in ``rounds`` alternating rounds, then measure the ideal compute times if ``with_ideal(policy)``."""
         kept: list[list] = [[] for _ in runs]
         for _ in range(rounds):
             for run, traces in zip(runs, kept, strict=True):
@@ -215,14 +214,14 @@ class Bench:
         rounds: int,
         with_ideal: Callable[[Policy], bool],
         on_progress: Callable[[str], None],
-        on_measured: Callable[[MeasuredPolicy], None] = lambda measured: None,
+        on_measured: Callable[[MeasuredPolicy], None],
     ) -> list[MeasuredPolicy]:
-        """Decode one policy after another, for pools too large to keep one for every policy: a single set of weights is
-        held at a time, and policies of one group share a set of buffers. Results are in the order of ``policies``;
-        ``on_measured`` takes each as soon as it is there."""
+        """Decode one policy after another, if the pools of all policies would not fit the memory together.
+        Only one set of weights is in memory at a time, and policies of a group share buffers. Results are in the order
+        of ``policies``; ``on_measured`` is called with each result as soon as it exists."""
         measured: dict[str, MeasuredPolicy] = {}
         for group in _grouped(policies):
-            self.close()  # the old buffers go before the new ones come
+            self.close()  # free the old buffers before new ones are allocated
             engine = self.make_engine(group)
             for policy in group:
                 on_progress(f"prefill {policy.name}")
@@ -235,7 +234,7 @@ class Bench:
 
 
 def _grouped(policies: list[Policy]) -> list[list[Policy]]:
-    """Return groups of policies that share weights and buffers: they differ in pools and sizes alone."""
+    """Return groups of policies that can share weights and buffers: they differ only in pools and sizes."""
     groups: dict[tuple, list[Policy]] = {}
     for policy in policies:
         groups.setdefault((policy.weights, policy.bits, policy.attending_tier, policy.hidden), []).append(policy)

@@ -13,9 +13,9 @@ from sim.virtual_clock import summarize_measured
 
 MOST_ROUNDS = 3  #: searches with a corrected record
 MOST_TRIED = 4  #: candidates of the first round
-TIE = 0.01  #: share by which a policy must be faster than another one; medians that differ by less tie
-TRIAL_ITERATIONS = 4  #: that a candidate decodes; the first and the last do not count
-LIMIT_S = 20.0  #: of iterations under trial
+TIE = 0.01  #: policies whose rates differ by at most this share tie
+TRIAL_ITERATIONS = 4  #: decode iterations of a candidate; the first and the last do not count
+LIMIT_S = 20.0  #: seconds that all trials may take
 
 
 class Priced(NamedTuple):
@@ -27,11 +27,11 @@ class Priced(NamedTuple):
 
 @dataclass(frozen=True)
 class Trials:
-    """What trials found."""
+    """The result of trials."""
 
     hardware: Hardware  #: with corrected lines
-    policy: Policy  #: the search's choice on it
-    tried: dict[Policy, list[TraceEvent]]
+    policy: Policy  #: the final choice
+    tried: dict[Policy, list[TraceEvent]]  #: trace of each candidate
     rounds: int  #: searches with a corrected record
 
 
@@ -45,12 +45,12 @@ def run_trials(
     last: int,
     limit_s: float = LIMIT_S,
 ) -> Trials:
-    """Try ``choice``, the search's first, and its rivals among ``others``; correct, search and try again until the
-    choice stays.
+    """Run candidates, correct the machine's lines by their times, and search again, until the choice stays the same.
 
-    ``run`` returns the trace of a few decode iterations; ``last`` as in ``TraceWindow``. After ``limit_s`` no more are
-    tried. The choice stays where none is predicted to be faster by more than TIE. At the end it gives way to a policy
-    that was measured to be faster by more than that.
+    Candidates are ``choice``, its rivals among ``others``, and later choices; none starts after ``limit_s``. A search
+    changes the choice only to a policy that is predicted to be faster by more than TIE. In the end, a candidate that
+    was measured to be faster by more than TIE replaces the choice.
+    ``run``: returns the trace of a few decode iterations. ``last``: as in ``TraceWindow``.
     """
     record, rounds = hardware, 0
     tried: dict[Policy, list[TraceEvent]] = {}
@@ -76,8 +76,8 @@ def run_trials(
 
 
 def rivals(choice: Policy, others: dict[Policy, Priced]) -> list[Policy]:
-    """Return the policies to try against the choice: the fastest by prediction under each limiting resource, then the
-    fastest of the rest."""
+    """Return up to MOST_TRIED - 1 policies to try against the choice, by prediction.
+    First come the fastest policies for each limiting resource, then the fastest others."""
     ranked = sorted(others, key=lambda policy: -others[policy].tokens_per_s)
     ranked = [policy for policy in ranked if policy.cache != choice.cache]
     first = {others[policy].binding: policy for policy in reversed(ranked)}

@@ -1,4 +1,4 @@
-"""The disk of a hardware record: measured, put into a record, carried over to the next record."""
+"""Measures a disk, and moves the lines of a disk from one hardware record to another."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +10,18 @@ from flexhybrid.runtime.storage.scratch_file import free_bytes
 from flexhybrid.runtime.storage.weights import DiskPlace
 from policy_search.fit import fit_line
 
-NOTES = ("disk", "disk_gb_per_s")  #: the notes that belong to the disk
+NOTES = ("disk", "disk_gb_per_s")  #: notes of a record that belong to the disk
 
 
 def measure_disk(disk: DiskPlace) -> tuple[Hardware, list[str]]:
-    """Measure the disk under a folder; return a record of the disk alone and the sizes on which two passes disagreed.
+    """Measure the disk under a folder; return a record of the disk, and the sizes on which two passes disagreed.
 
-    Raise InputError when the folder cannot be used or has no room.
+    Raise InputError if the folder cannot be used or lacks space.
     """
     directory, gb_per_s = Path(disk.directory or "."), disk.gb_per_s
     result, description = profile_disk(directory, gb_per_s)
     lines = {key: fit_line(samples) for key, samples in result.samples.items()}
-    if gb_per_s:  # jitter may tilt a fit, but nothing outruns a deadline
+    if gb_per_s:  # noise may make a fitted line faster than the rate that limits the disk
         for key in ("disk_read", "disk_write"):
             lines[key] = replace(lines[key], s_per_byte=max(lines[key].s_per_byte, 1e-9 / gb_per_s))
     notes = {"disk": description, "disk_gb_per_s": gb_per_s}
@@ -30,7 +30,7 @@ def measure_disk(disk: DiskPlace) -> tuple[Hardware, list[str]]:
 
 
 def with_disk(hardware: Hardware, disk: Hardware) -> Hardware:
-    """Return the record with the disk of another one in place of its own."""
+    """Return the record with the disk of another record in place of its own."""
     lines = {key: line for key, line in hardware.lines.items() if not is_of_disk(key)}
     lines |= {key: line for key, line in disk.lines.items() if is_of_disk(key)}
     notes = {key: value for key, value in hardware.notes.items() if key not in NOTES}
@@ -39,10 +39,10 @@ def with_disk(hardware: Hardware, disk: Hardware) -> Hardware:
 
 
 def with_earlier_disk(hardware: Hardware, path: Path) -> Hardware:
-    """Return the record; one without a disk gets the disk of the record in ``path``, which it is about to replace."""
+    """Return the record, with the disk of the record at ``path`` if it has none itself."""
     try:
         earlier = load_hardware(path)
-    except InputError:  # none yet, or none that can be read
+    except InputError:  # there is no earlier record, or it cannot be read
         return hardware
     own, others = (any(map(is_of_disk, record.lines)) for record in (hardware, earlier))
     return hardware if own or not others else with_disk(hardware, earlier)

@@ -1,4 +1,4 @@
-"""The profile job: samples of this machine, lines through them, a hardware file."""
+"""The job of ``flexhybrid profile``: times tasks on this machine, fits lines to the times, and saves a record."""
 
 import json
 import time
@@ -44,18 +44,18 @@ from flexhybrid.runtime.profiling.profile import (
 from policy_search.fit import fit_contention, fit_hardware, fit_report
 from sim import catalogue
 
-#: The timed model: OPT of hidden size 1,024 with a vocabulary of about 8,000.
+#: The model whose layers are timed by default: OPT with a hidden size of 1,024 and a vocabulary of 8,000.
 TIMING_SHAPE = ModelShape(
     "opt-timing", "opt", num_layers=4, hidden=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn=4096, vocab=8000,
     max_positions=2048,
 )  # fmt: skip
 
-MOST_DISAGREED = 0.1  #: share of sizes whose passes may differ in an undisturbed measurement
+MOST_DISAGREED = 0.1  #: share of sizes whose two passes may differ in an undisturbed measurement
 
-#: Version of what a profile measures. Older records are not found under its name, and measured again.
+#: Version of the measurements. It is part of a record's file name, so that records of older versions are not used.
 EDITION = {"cpu": 3, "cuda": 3}
 
-#: Parts of the profile of a model's layers: policy auto is lossless.
+#: Parts of a profile for policy auto, which is lossless.
 OF_A_MODEL = PARTS - {"four bits"}
 
 #: Fields of a shape that decide the times of its layers' tasks.
@@ -63,7 +63,7 @@ LAYER_SIZES = ("family", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn
 
 
 def fastest_dtype(shape: ModelShape, device: torch.device) -> str:
-    """Return the compute dtype of timing runs: bfloat16, or on a CPU float32 where that is faster."""
+    """Return the compute dtype of timing runs: bfloat16, or float32 on a CPU that is faster in it."""
     return faster_cpu_dtype(shape) if device.type == "cpu" else "bfloat16"
 
 
@@ -77,11 +77,11 @@ def measure_hardware(
     parts: frozenset[str] = PARTS,
     with_disk_too: bool = False,
 ) -> tuple[Hardware, list[str]]:
-    """Profile and fit these parts within ``budgets``, and the disk of ``paced`` on request; return the record and the
-    sizes on which two passes disagreed. Without its own the record has an earlier one's disk.
+    """Measure these parts of a profile within ``budgets``, fit lines and save the record.
 
-    The record is saved to ``save_to`` (None: where ``policy="auto"`` looks). ``on_progress`` is called
-    ``profile_steps`` times.
+    Return the record, and the sizes on which two passes disagreed. ``with_disk_too``: also measure the disk of
+    ``paced``; otherwise the record keeps the disk of the earlier one. ``save_to``: None for the file that policy auto
+    reads. ``on_progress``: called ``profile_steps`` times.
     """
     if save_to is None or cache_folder() in Path(save_to).parents:
         check_cache_folder()
@@ -121,8 +121,9 @@ def measure_hardware(
 
 
 def _company(result: ProfileSamples, others: float | None) -> str | None:
-    """Return what disturbed a measurement, in words: more of the cores used by others than MOST_OTHERS (``others``:
-    their share, None: not known), or passes that differ on more sizes than MOST_DISAGREED."""
+    """Return a text about what disturbed a measurement; None if nothing did.
+    Signs are other processes on more than MOST_OTHERS of the cores (``others``: their share, None: unknown), and two
+    passes that differ on more than MOST_DISAGREED of the sizes."""
     if others is not None and others > MOST_OTHERS:
         return f"Other processes used the CPU during profiling ({others:.0%} of the cores)"
     num_sizes, differ = sum(map(len, result.samples.values())), len(result.disagreements)
@@ -131,7 +132,7 @@ def _company(result: ProfileSamples, others: float | None) -> str | None:
 
 
 def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Path:
-    """Return the file of this machine's record at the layer sizes of a model."""
+    """Return the file of this machine's record for the layer sizes of a model."""
     sizes = [getattr(shape, name) for name in LAYER_SIZES]
     device, rate = paced.device, paced.link_gb_per_s
     if modules := profiled_layers(shape).modules:
@@ -143,8 +144,9 @@ def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Pat
 
 
 def local_machine(shape: ModelShape, dtype: str | None = None) -> Hardware:
-    """Return this machine with the memory that is free now, by the record that a run in ``dtype``, or in "auto", kept
-    for the model's layer sizes, else by ``catalogue.local``'s. Raise InputError if nothing was measured."""
+    """Return this machine's record for the model's layer sizes, with the memory that is free now.
+    It is the one that a run in ``dtype``, or in "auto", has kept, else that of ``catalogue.local``. Raise InputError if
+    there is none."""
     paced = pick_device("auto")
     kept = (model_profile_path(shape, name, paced) for name in filter(None, (dtype, "auto")))
     hardware = next((load_hardware(path) for path in kept if path.is_file()), None) or catalogue.local()
@@ -163,26 +165,26 @@ def measure_for_model(
     on_progress: Callable[[], object] | None = None,
     budgets: Budgets = NO_BUDGETS,
 ) -> Hardware:
-    """Measure this machine at the layer sizes of a model, within ``budgets``, and keep the record for it. The record of
-    ``dtype`` "auto" names the dtype that a run should compute in."""
+    """Measure this machine at the layer sizes of a model within ``budgets``; save and return the record.
+    For ``dtype`` "auto", the record's dtype is the one in which a run should compute."""
     path, dtype = model_profile_path(shape, dtype, paced), pick_dtype(dtype, shape, paced.device)
     return measure_hardware(shape, dtype, paced, path, on_progress, budgets=budgets, parts=OF_A_MODEL)[0]
 
 
 def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:
-    """Return the fitted line of a paced link, no faster than its pace: jitter may tilt a fit."""
+    """Return the line, limited to the rate of a paced link: noise may make a fitted line faster than that."""
     if not crosses_link(key) or key.endswith("_unpaced"):
         return line
     return replace(line, s_per_byte=max(line.s_per_byte, 1e-9 / link_gb_per_s))
 
 
 def profile_steps(device: torch.device, parts: frozenset[str] = PARTS) -> int:
-    """Return how often ``measure_hardware`` calls ``on_progress``."""
+    """Return the number of calls of ``on_progress`` by ``measure_hardware``."""
     return num_passes(device.type) * len(runs_of(device.type, parts))
 
 
 def run_profile(args: Namespace, shape: ModelShape | None) -> dict:
-    """Measure this machine at the layer sizes of a model, None: TIMING_SHAPE's; keep the record and show its lines."""
+    """Measure this machine at the layer sizes of a model (None: TIMING_SHAPE); save the record and print its lines."""
     paced = pick_device(args.device or "auto", args.link_gb_per_s, args.disk, args.disk_gb_per_s)
     path = profile_file(paced.device.type)
     check_writable(path.parent)
@@ -193,5 +195,5 @@ def run_profile(args: Namespace, shape: ModelShape | None) -> dict:
             shape, dtype, paced, on_progress=progress.advance, with_disk_too=bool(args.disk)
         )
     Report(quiet=args.json).profile(hardware, disagreements)
-    args.show(f"\nKept at {path}")
+    args.show(f"\nSaved to {path}")
     return {"path": str(path), "lines": fit_report(hardware), "disagreements": disagreements}

@@ -1,4 +1,4 @@
-"""Answering pending requests with the executor of this process, in a batch that they join and leave."""
+"""Answers pending requests with this process's executor, in a batch that requests join and leave."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -26,36 +26,36 @@ from flexhybrid.sampling_params import SamplingParams
 from flexhybrid.text import StopWatch
 from sim.answer_lengths import ObservedAnswers
 
-LONG_LINE = 1 << 16  #: bytes of an answer that is written at once, apart from its iteration's others
-CHECKED_LINES = 1024  #: lines after which the input is checked again for changes
+LONG_LINE = 1 << 16  #: bytes above which an answer is written immediately, without the others of its iteration
+CHECKED_LINES = 1024  #: number of requests after which the input is checked for changes again
 
 
 class Answered(NamedTuple):
-    """A complete answer."""
+    """The output line of a complete answer or of a refused request."""
 
-    number: int  #: of the input line, from 1
-    line: bytes  #: of the output
-    num_tokens: int  #: of all its choices
-    refused: str | None = None  #: code of the error that stands in its place
+    number: int  #: number of the input line, from 1
+    line: bytes  #: output line
+    num_tokens: int  #: tokens of all choices
+    refused: str | None = None  #: error code of a refused request
 
 
 class PendingRequests(Protocol):
-    """Lines of an input to answer: a job's (``job.Job``), or a batch's on a Ray cluster (``remote.RemoteBatch``).
-    Methods without a result may do nothing."""
+    """Lines of an input to answer: a job's (``lines.JobLines``), or a Ray actor's (``remote.RemoteBatch``).
+    A place is a line number minus one. Methods without a result may do nothing."""
 
     llm: LLM
     lengths: ObservedAnswers | None = None  #: lengths of ended answers, also of the run before; None: not needed
 
     def pending(self) -> np.ndarray:
-        """Return the line numbers less one of unanswered requests, in the order in which they are to run."""
+        """Return the places of unanswered requests, in the order in which they will run."""
         ...
 
     def workload(self, places: np.ndarray) -> Workload:
-        """Return the lengths of all answers of the lines at ``places`` (line numbers less one)."""
+        """Return the lengths of the requests at ``places``, an entry for each of their answers."""
         ...
 
     def num_answers(self, places: np.ndarray) -> np.ndarray:
-        """Return how many answers each of these lines gets."""
+        """Return the number of answers (``n``) of each line."""
         ...
 
     def request(self, number: int) -> Request:
@@ -67,50 +67,50 @@ class PendingRequests(Protocol):
         ...
 
     def check_input_unchanged(self) -> None:
-        """Raise InputError when the input was written to."""
+        """Raise InputError if the input file was changed."""
 
     def write(self, answered: list[Answered]) -> None:
-        """Take complete answers; they are pending no longer."""
+        """Write complete answers, which are then no longer pending."""
 
     def begins(self, first_share: Callable[[], float]) -> None:
-        """Take, as a batch begins, what says which share of its first iteration is computed."""
+        """Note that a batch begins; ``first_share`` returns the computed share of its first iteration."""
 
     def advance(self, num_tokens: int) -> None:
-        """Take the number of tokens that an iteration has generated."""
+        """Note the number of tokens that an iteration has generated."""
 
     def note(self, text: str) -> None:
-        """Tell the user something."""
+        """Print a message for the user."""
 
     def watch(self, workload: Workload, given: np.ndarray | None) -> Outlook | None:
-        """Return the observer of a batch of these lengths that begins now, for estimates of its end; None: not needed.
-        ``given`` [requests]: tokens from earlier batches; None: none."""
+        """Return an Outlook that estimates the end of a batch that begins now; None if no estimate is needed.
+        ``given`` [requests]: tokens generated in earlier batches; None: none."""
 
     def drains(self) -> bool:
-        """Return whether no more requests shall join the batch."""
+        """Return True if no more requests may join the batch."""
         return False
 
     def moves(self) -> bool:
-        """Return whether the batch shall break off, and its requests continue in the next one with their tokens."""
+        """Return True if the batch must stop, and its requests continue in the next one with their tokens."""
         return False
 
     def between_batches(self) -> None:
-        """Take the end of a batch: the next one may have another policy."""
+        """Prepare the next batch, which may have another policy."""
 
 
 def load_weights(llm: LLM, planned: dict[str, int]) -> None:
-    """Load the weights. Raise InputError if the device cannot hold them, or the layers' sizes differ from ``planned``
-    (tier -> bytes)."""
+    """Load the weights. Raise InputError if the device cannot hold them, or if their sizes are not as planned.
+    ``planned``: tier -> bytes of the layers' weights."""
     try:
         placed = llm.load()
     except torch.OutOfMemoryError as error:
-        raise InputError(f"the device has too little memory for the weights: {error}; name --device-memory") from None
+        raise InputError(f"the device has too little memory for the weights: {error}; set --device-memory") from None
     if placed != planned:
         raise InputError(f"the layers' weights take {placed} bytes, not the {planned} that were planned")
 
 
 def answer_pending(requests: PendingRequests, stop: StopAsked, on_trace: OnTrace | None = None) -> None:
-    """Answer until nothing is pending or a stop is requested, in one batch that requests join and leave, unless it
-    breaks off. ``on_trace`` takes its result."""
+    """Answer requests, batch by batch, until no request is pending or a stop is requested.
+    One batch is enough unless the policy changes. ``on_trace`` gets the result of the first wave."""
     batch = Batch(requests, stop)
     while len(places := requests.pending()) and not stop.asked:
         requests.check_input_unchanged()
@@ -125,26 +125,26 @@ def answer_pending(requests: PendingRequests, stop: StopAsked, on_trace: OnTrace
 
 
 class Batch:
-    """Lines that are answered together, each with a request per answer. After a batch that broke off, its running
-    requests begin the next one."""
+    """Answers lines together, with a request per answer. Requests that still run when it stops begin the next run."""
 
     def __init__(self, requests: PendingRequests, stop: StopAsked):
         self.requests, self.llm, self.stop = requests, requests.llm, stop
-        self.place = self.index = np.arange(0)  #: of each request: its line, and its number among the line's answers
+        self.place = self.index = np.arange(0)  #: [requests]: place of its line, and number among the line's answers
         self.replies = Replies(self.llm.codec)
-        self.open_lines: dict[int, tuple[Request | None, list[Generated]]] = {}  #: by place, running requests
-        self.refused: dict[int, Refused] = {}  #: by place, requests that failed in part; they run to their end
-        #: by place and index, requests that have begun, and are not complete
+        #: place -> its request (None: refused), and its answers that have begun
+        self.open_lines: dict[int, tuple[Request | None, list[Generated]]] = {}
+        self.refused: dict[int, Refused] = {}  #: place -> error of a line whose other answers still run
+        #: (place, index) -> answer that has begun and is not complete
         self.begun: dict[tuple[int, int], tuple[Generated, SamplingPlan]] = {}
         self.answered: list[Answered] = []
         self.next_check = CHECKED_LINES
         self.outlook: Outlook | None = None
 
     def run(self, places: np.ndarray, on_trace: OnTrace | None) -> None:
-        """Answer the lines at ``places`` until all are done, or the batch shall break off."""
+        """Answer the lines at ``places`` until all are done, or until ``ends``."""
         num_answers, workload = self.requests.num_answers(places), self.requests.workload(places)
         self.place = per_answer(places, num_answers)
-        self.index = np.broadcast_to(np.int16(0), self.place.shape)  # takes no memory
+        self.index = np.broadcast_to(np.int16(0), self.place.shape)  # a view that takes no memory
         if len(self.place) > len(places):
             first = np.repeat(np.cumsum(num_answers, dtype=np.int64) - num_answers, num_answers)
             self.index = (np.arange(len(self.place)) - first).astype(np.int16)
@@ -175,7 +175,7 @@ class Batch:
             self.write()
 
     def _begun_first(self) -> np.ndarray:
-        """Return the order of the requests: begun ones in their order, then the others that are not complete."""
+        """Return the requests that are not complete: first those that have begun, then the others."""
         of_open = np.flatnonzero(np.isin(self.place, list(self.open_lines))).tolist()
         at = {(int(self.place[i]), int(self.index[i])): i for i in of_open}
         begun = [at.pop(key) for key in self.begun]
@@ -186,11 +186,11 @@ class Batch:
         return any(generated.index == index for generated in self.open_lines[place][1])
 
     def ends(self) -> bool:
-        """Return whether the batch shall break off."""
+        """Return True if the batch must stop before all its lines are done."""
         return self.stop.asked or self.requests.moves()
 
     def begin(self, request: int) -> tuple[Generated, SamplingPlan]:
-        """Read a line when the first of its requests joins."""
+        """Return the answer and sampling of a request that joins. Its line is read for the first of its answers."""
         place, index = int(self.place[request]), int(self.index[request])
         if (place, index) in self.begun:
             return self.begun[place, index]
@@ -204,7 +204,7 @@ class Batch:
         if line:
             with self._noting(place):
                 opened = self.llm.codec.open(line.token_ids, line.params, index)
-        if place in self.refused:  # the batch has a place for it: a request that ends with its first token
+        if place in self.refused:  # the request has its place in the batch, so it runs, and ends with its first token
             prompt = [0] * int(self.prompt_tokens[request])
             opened = self.llm.codec.open(prompt, SamplingParams(temperature=0), index)
             opened[0].watch = StopWatch(lambda ids: "." * len(ids), prompt, (".",))
@@ -213,7 +213,7 @@ class Batch:
         return opened
 
     def _read(self, place: int, prompt_tokens: int) -> Request | None:
-        """Return the request of a line; None if it is refused now."""
+        """Return the request of a line; None if it is refused at this point."""
         with self._noting(place):
             line = self.requests.request(place + 1)
             if len(line.token_ids) == prompt_tokens:
@@ -225,7 +225,7 @@ class Batch:
 
     @contextlib.contextmanager
     def _noting(self, place: int) -> Iterator[None]:
-        """Record an error that the block raises as the line's."""
+        """Record an error raised by the block as the refusal of the line."""
         line = self.open_lines.get(place, (None,))[0]
         try:
             with refusing(line and line.custom_id):
@@ -259,7 +259,7 @@ class Batch:
         del self.open_lines[place]
 
     def write(self) -> None:
-        """Write all answers of an iteration at once."""
+        """Write all complete answers at once."""
         complete, self.answered = self.answered, []
         self.requests.write(complete)
 
@@ -271,13 +271,14 @@ class Batch:
 
 
 def _shrink(llm: LLM, error: torch.OutOfMemoryError, note: Callable[[str], None]) -> None:
-    """Halve the mini-batches, and the requests that run together, after the device ran out of memory."""
+    """Halve the mini-batches and the running requests after the device ran out of memory.
+    Raise InputError if both are already minimal."""
     policy, max_batch = llm.settled_policy, llm.at_a_time
     tokens = policy.max_mini_batch_tokens // 2
     if max_batch == 1 and tokens < BLOCK_TOKENS:
         raise InputError(f"the device has too little memory for one request: {error}") from None
     tokens, max_batch = max(tokens, BLOCK_TOKENS), max(1, max_batch // 2)
-    note(f"the device is out of memory: on with mini-batches of {tokens} tokens, {max_batch} requests at a time")
+    note(f"the device is out of memory; trying mini-batches of {tokens} tokens and {max_batch} requests at a time")
     llm.use(replace(policy, max_mini_batch_tokens=tokens, max_batch=max_batch))
     if llm.device.type == "cuda":
         torch.cuda.empty_cache()

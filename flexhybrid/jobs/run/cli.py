@@ -1,4 +1,4 @@
-"""The commands for people with a file of requests: ``run`` and ``doctor``."""
+"""The commands ``run`` and ``doctor``."""
 
 from flexhybrid.arguments import DEVICES, LLMArguments, add_budgets, add_options, budgets_from, options_from
 from flexhybrid.core.errors import flag
@@ -8,28 +8,28 @@ from flexhybrid.jobs.run.options import RunOptions, check_options, journal_of
 
 #: Sampling parameters that ``run`` takes for all requests: name, type, help.
 SAMPLING = (
-    ("max_tokens", int, "most tokens of an answer", "16; of a chat, what the model has room for"),
+    ("max_tokens", int, "most tokens of an answer", "16; for chats: the remaining context"),
     ("temperature", float, "0 takes the most probable token", "1"),
-    ("top_p", float, "share of probability drawn from", "1"),
-    ("top_k", int, "tokens drawn from", "all"),
+    ("top_p", float, "draw from the most probable tokens with this total probability", "1"),
+    ("top_k", int, "draw from this number of most probable tokens", "all"),
 )
 
 
 def add_run(commands) -> None:
-    """The command."""
+    """Add the command ``run``."""
     parser = commands.add_parser(
         "run",
-        help="answer a file of requests; the same command goes on after any stop",
+        help="answer a file of requests; the same command continues after any stop",
         description="Answer every request of a file: lines of OpenAI's Batch format (/v1/completions or "
-        "/v1/chat/completions) or of their bodies alone, plain text with a prompt a line, or a column of CSV, "
-        "Parquet or a dataset. Answers are appended as they come, in OpenAI's format. Stopped or killed, the same "
-        "command goes on.",
+        "/v1/chat/completions) or only their bodies, plain text with one prompt per line, or a column of CSV, "
+        "Parquet or a dataset. Answers are appended as they come, in OpenAI's format. After a stop or a crash, the "
+        "same command continues.",
     )
     add_options(parser, RunOptions)
     add_options(parser, LLMArguments)
     add_budgets(parser, "what is free")
     for name, kind, meaning, default in SAMPLING:
-        text = f"{meaning}, where a request names none ({default})"
+        text = f"{meaning}, for requests that do not set it (default: {default})"
         parser.add_argument(flag(name), type=kind, help=text)
     parser.set_defaults(run=_run)
 
@@ -50,7 +50,7 @@ def _run(args) -> dict:
         output=output,
         parquet=table,
     )
-    check_options(options)  # before the imports that take seconds
+    check_options(options)  # before imports that take seconds
 
     from flexhybrid.jobs.machine import return_freed_memory
     from flexhybrid.jobs.run.job import run
@@ -60,23 +60,21 @@ def _run(args) -> dict:
 
 
 def add_doctor(commands) -> None:
-    """The command."""
+    """Add the command ``doctor``."""
     parser = commands.add_parser(
         "doctor",
-        help="what this machine offers, and which models fit it how fast",
-        description="Show versions, memory, the measured links and disk, and what the search predicts of each model "
-        "that is known by name. Nothing is run.",
+        help="show this machine's resources, and the predicted speed of models on it",
+        description="Show versions, memory, the measured links and disk, and the predicted speed of every known "
+        "model. No model is run.",
     )
     parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument(
-        "--models", "--model", nargs="+", metavar="NAME", default=[], help="models by name or config.json (all)"
-    )
-    parser.add_argument(
-        "--input-len", dest="prompt_len", metavar="N", type=int, default=512, help="tokens of each prompt (512)"
-    )
-    parser.add_argument(
-        "--output-len", dest="gen_len", metavar="N", type=int, default=128, help="tokens each request generates (128)"
-    )
+    models = "models by name or config.json (default: all)"
+    parser.add_argument("--models", "--model", nargs="+", metavar="NAME", default=[], help=models)
+    lengths = ("input", "prompt_len", 512, "tokens of each prompt"), ("output", "gen_len", 128, "tokens of each answer")
+    for name, dest, default, text in lengths:
+        parser.add_argument(
+            f"--{name}-len", dest=dest, metavar="N", type=int, default=default, help=f"{text} (default: {default})"
+        )
     parser.set_defaults(run=_doctor)
 
 

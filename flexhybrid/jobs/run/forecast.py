@@ -23,11 +23,11 @@ from policy_search.systems import dropped
 from sim.answer_lengths import with_mean
 from sim.queue_clock import ROUGH_TASKS, WALKED_TASKS, QueueRun, price_queue
 
-WINDOW = MOST_AT_A_TIME  #: least requests of a batch, if there are that many
+WINDOW = MOST_AT_A_TIME  #: requests that must be known before a batch begins, if there are that many
 
 
 class Estimate(NamedTuple):
-    """A queue's seconds, and the tokens of all its answers."""
+    """Predicted seconds of a queue whose answers have ``tokens`` tokens in all."""
 
     seconds: float
     tokens: int
@@ -35,22 +35,23 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predictions for requests with the workload's answer lengths, or their limits if unknown."""
+    """Predictions for requests with expected answer lengths, or with answers at max_tokens if none are known."""
 
-    seconds: float | None  #: None: nothing is known of the machine
-    tokens: int  #: at most
-    expected_tokens: int  #: of these, as the seconds take them
+    seconds: float | None  #: None: the machine has no profile
+    tokens: int  #: of all answers, if each reaches max_tokens
+    expected_tokens: int  #: of all answers, with the lengths that ``seconds`` assumes
     at_a_time: int  #: requests that run together
-    memory: dict[str, int]  #: tier -> bytes that they need
+    memory: dict[str, int]  #: tier -> bytes of the run
     layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
-    run: QueueRun | None = None  #: None: nothing is known of the machine
-    #: if ``seconds`` are for the limits: for answers of EXPECTED_SHARE of them; else for the limits; None: unknown
+    run: QueueRun | None = None  #: None: the machine has no profile
+    #: A second estimate: for answers of EXPECTED_SHARE of max_tokens if ``seconds`` assumes max_tokens, else for
+    #: max_tokens; None: not known.
     other: Estimate | None = None
     num_requests: int = 1
 
     def seconds_of(self, tokens: int) -> float | None:
-        """Return the predicted seconds for this number of answer tokens: on the line through two predictions, if there
-        are two, and at most the seconds for their limits."""
+        """Return the predicted seconds for answers of ``tokens`` tokens in all.
+        Two estimates are interpolated linearly; the result is at most the larger one."""
         if self.seconds is None:
             return None
         own = self.seconds, self.expected_tokens
@@ -61,7 +62,7 @@ class Forecast:
 
 
 def forecast(llm: LLM, workload: Workload) -> Forecast:
-    """Predict requests, given in the order in which they will run, under the policy in use."""
+    """Predict the run of requests, given in running order, under the current policy."""
     places, memory = first_batch(llm, workload)
     run, of_limits, other = price(llm, workload, places), workload.answer_tokens is None, None
     if run is not None and (of_limits or (workload.answers < workload.max_tokens).any()):
@@ -84,8 +85,8 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
 
 
 def first_batch(llm: LLM, workload: Workload) -> tuple[Places, dict[str, dict[str, int]]]:
-    """Return how many of these requests run at a time and for which share of their limits (``batch_size``), and the
-    bytes that they need: tier -> part -> bytes. Raise InputError when not even one fits the budgets."""
+    """Return the batch size (``batch_size``) and the memory of these requests, tier -> part -> bytes.
+    Raise InputError if not even one request fits the budgets."""
     problem, policy = llm.problem, llm.settled_policy
     places = batch_size(problem, policy, workload, MOST_AT_A_TIME)
     wave = open_batch(problem, policy, workload, places, gives=False)
@@ -93,8 +94,8 @@ def first_batch(llm: LLM, workload: Workload) -> tuple[Places, dict[str, dict[st
 
 
 def price(llm: LLM, workload: Workload, places: Places, walked_tasks: int = WALKED_TASKS) -> QueueRun | None:
-    """Price a queue under the policy in use; None where nothing is known of the machine. ``places``: ``batch_size``;
-    ``walked_tasks``: see ``price_queue``."""
+    """Price a queue under the current policy; return None if the machine's profile is missing or incomplete.
+    ``places``: result of ``batch_size``. ``walked_tasks``: as in ``price_queue``."""
     if llm.hardware is None:
         return None
     try:
@@ -104,15 +105,12 @@ def price(llm: LLM, workload: Workload, places: Places, walked_tasks: int = WALK
 
 
 def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[str]:
-    """Return five to seven lines of text; without a profile the reason stands in the place of speed and limit.
-    ``searched``: the policy is the best that a search found here, which weighs mixes as well."""
+    """Return the plan as five to seven lines of text; without a profile, with the reason in place of the speed.
+    ``counts``: text about the number of requests. ``searched``: whether a search on this machine chose the policy."""
     policy = llm.settled_policy
     plain = searched and set(map(representation_of, policy.cache_entries)) == {"kv"}
-    memory = []
-    for tier, size in plan.memory.items():
-        if size:
-            budget = llm.problem.budgets.of(tier)
-            memory.append(f"{tier} {gib(size)}" + (f" of {gib(budget)}" if budget else ""))
+    limits = {tier: f" of {gib(budget)}" for tier, budget in llm.problem.budgets.items() if budget}
+    memory = [f"{tier} {gib(size)}{limits.get(tier, '')}" for tier, size in plan.memory.items() if size]
     alone = f" (max_batch {policy.max_batch} of the policy)" if policy.max_batch else ""
     if not alone and (
         budgets := [tier for tier, size in llm.problem.budgets.items() if size and plan.memory.get(tier)]
@@ -153,12 +151,12 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
 
 
 def _end(seconds: float) -> str:
-    """Return when what takes so long from now on ends."""
+    """Return weekday and time of day, ``seconds`` from now."""
     return time.strftime("%a %H:%M", time.localtime(time.time() + seconds))
 
 
 def describe(policy: Policy, problem: Problem) -> str:
-    """Return a policy in a line: places of weights and cache, how it runs, and what is off the device."""
+    """Return a policy as a line: shares of weights and cache by tier, schedule, bits, and work off the device."""
     shape = problem.shape
 
     def shares(places: Mapping[str, float]) -> str:
@@ -176,7 +174,7 @@ def describe(policy: Policy, problem: Problem) -> str:
 
 
 def predicted_time(seconds: float) -> str:
-    """Return predicted seconds as text, without a run's start of about half a second."""
+    """Return predicted seconds as text; below 1 s, a run's start of about half a second matters."""
     return duration(seconds) if seconds >= 1 else "less than 1 s after its start"
 
 
@@ -191,6 +189,6 @@ def duration(seconds: float) -> str:
 
 
 def sorted_by_length(prompt_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
-    """Return the indices of the requests by length, so that batches stay full; the longest first, so that too little
-    memory shows at once."""
+    """Return the indices of the requests by length, the longest first.
+    Requests of like length keep batches full; with the longest first, a lack of memory shows at once."""
     return np.lexsort((prompt_tokens, max_tokens))[::-1]

@@ -1,7 +1,7 @@
-"""The run job: a file of requests in, a file of answers out, nothing lost.
+"""The job of ``flexhybrid run``: answers a file of requests into a file of answers.
 
-The output file alone says what is done (``flexhybrid.batch.answers``): the same command given again, however the run
-before has ended, reads it and answers the remaining requests.
+The output file alone records which requests are answered (``flexhybrid.batch.answers``). However a run ended, the same
+command reads the file and answers the remaining requests.
 """
 
 import contextlib
@@ -54,16 +54,16 @@ from flexhybrid.runtime.kernels.compiled import compile_timer
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from sim.correction import TRIALS
 
-INDEXING_S = 5.0  #: seconds of counting before the first requests are answered
-REFILLS = 4  #: multiple of the running requests that represents a queue with refilled places
+INDEXING_S = 5.0  #: seconds of reading the input before the first requests are answered
+REFILLS = 4  #: requests that represent a queue in which others replace ended ones, as a multiple of the running ones
 
 
 def run(options: RunOptions, say: Callable[[str], None] = print, began: float | None = None) -> dict:
     """Answer every request that has no answer yet; return the record of the run, with its exit_status.
 
-    ``say`` takes the lines of the plan and the summary; ``began`` is ``time.time()`` at the command's start (now).
-    Raise InputError for what makes the run impossible, and KeyboardInterrupt with advice; answers written before are on
-    the disk.
+    ``say`` prints the lines of the plan and the summary. ``began``: ``time.time()`` at the command's start; None: now.
+    Raise InputError if the run is impossible. On Ctrl-C, raise KeyboardInterrupt with advice on how to continue; the
+    answers written so far stay on the disk.
     """
     began = time.time() if began is None else began
     check_options(options)
@@ -71,7 +71,7 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
 
     def advice() -> str:
         if any(path.exists() and path.stat().st_size for path in (options.output, options.errors) if path):
-            return f"answers written so far are kept; give {again(options)} to go on"
+            return f"answers written so far are kept; give {again(options)} to continue"
         return "nothing was written; give the same command again"
 
     with _hint(advice), contextlib.ExitStack() as stack:
@@ -107,7 +107,7 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
 
 @contextlib.contextmanager
 def _hint(advice: Callable[[], str]) -> Iterator[None]:
-    """Add advice to a KeyboardInterrupt without any, and to the error of a disk."""
+    """Add advice to a KeyboardInterrupt without a text, and to disk errors."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -118,20 +118,20 @@ def _hint(advice: Callable[[], str]) -> Iterator[None]:
 
 
 class Job:
-    """One run over an open input and open, locked output files."""
+    """One run over an open input and locked output files."""
 
     def __init__(
         self, lines: JobLines, replicas: Replicas | None = None, measure: Callable[[], Hardware] | None = None
     ):
         self.lines, self.options, self.llm, self.replicas = lines, lines.options, lines.llm, replicas
-        self.measure = measure  #: the machine; empty if all requests fit the device
-        self._earlier = 0  #: lines that earlier runs have done
+        self.measure = measure  #: measures the machine; None if that is not needed
+        self._earlier = 0  #: number of lines that earlier runs answered or refused
         self.manifest: dict = {}
         self.trace: list[TraceEvent] = []  #: of the first wave, if a trace or a report is requested
-        self.lanes: dict[str, LaneTimes] = {}  #: of the first wave likewise
+        self.lanes: dict[str, LaneTimes] = {}  #: of the first wave, if a trace or a report is requested
 
     def run(self, print_line: Callable[[str], None], began: float) -> dict:
-        """Do the job; return its record. ``print_line`` takes the plan and the summary."""
+        """Run the job; return its record. ``print_line`` prints the lines of the plan and the summary."""
         printed: list[str] = []
 
         def say(text: str) -> None:
@@ -216,16 +216,16 @@ class Job:
         return Effort(plan.seconds, seconds, others, unfinished, plan.seconds_of(generated), sum(compiling))
 
     def _keep_corrected(self, hardware: Hardware | None) -> None:
-        """Keep the lines that the trial corrected in the machine's record that they came from, if any."""
+        """Save the lines that the trial corrected in the kept machine record of the model, if there is one."""
         asked = self.options.llm
         kept = model_profile_path(self.llm.checkpoint.shape, asked.dtype, self.llm.paced)
         if asked.hardware is None and kept.is_file() and hardware and (note := hardware.notes.get(TRIALS)):
-            known = load_hardware(kept).contended  # as the corrected lines are
+            known = load_hardware(kept).contended  # the corrected lines include contention too
             lines = known.lines | {name: hardware.lines[name] for name in note["lines"]}
             replace(known, lines=lines, notes=known.notes | {TRIALS: note}).save(kept)
 
     def _settle_policy(self) -> None:
-        """Choose the policy for the lines counted so far, if any can be served."""
+        """Choose the policy for the lines read so far, if any can be served."""
         if not self.lines.index.valid.any():
             return
         asked = self.options.max_batch
@@ -244,8 +244,8 @@ class Job:
             self.llm.use(replace(policy, max_batch=min(max_batch, policy.max_batch or max_batch)))
 
     def _settle_for_most(self, places: np.ndarray, max_batch: int) -> Policy:
-        """Choose the policy for the largest number of shortest lines that fit the budgets under one. Raise InputError
-        if not even the shortest fits."""
+        """Choose and return the policy for the shortest lines, as many as one policy can serve within the budgets.
+        Raise InputError if not even the shortest line fits."""
         llm, index = self.llm, self.lines.index
         by_size = places[np.argsort(index.prompt_tokens[places] + index.max_tokens[places], kind="stable")]
 
@@ -264,8 +264,7 @@ class Job:
         return policy
 
     def _plan(self, say: Callable[[str], None]) -> Forecast:
-        """Return the forecast of the pending requests, after printing it. Raise InputError if the largest requests
-        exceed the budgets."""
+        """Print and return the forecast for the pending requests. Raise InputError if not even one fits the budgets."""
         lines = self.lines
         pending = lines.pending()
         plan = forecast(self.llm, lines.expected(pending))
@@ -277,20 +276,20 @@ class Job:
             scale = left / len(pending)
             tokens, expected = int(plan.tokens * scale), int(plan.expected_tokens * scale)
             plan = replace(plan, tokens=tokens, expected_tokens=expected, seconds=plan.seconds and plan.seconds * scale)
-            counts += f" (predicted by the first {lines.index.counted:,} lines; the others are counted meanwhile)"
+            counts += f" (predicted from the first {lines.index.counted:,} lines; the others are still being read)"
         counts += f", {self._earlier:,} lines done before" if self._earlier else ""
         searched = self.options.llm.policy == "auto" and self.llm.settled_policy.name == "searched"
         for line in plan_lines(self.llm, plan, counts, searched):
             say(line)
         if beyond := lines.index.num_beyond:
-            room = f"the {self.llm.shape.max_context:,} tokens that this model takes leave room for"
-            say(f"limits     {counted(beyond, 'request')} may end sooner than asked: max_tokens is more than {room}")
+            room = f"prompt and max_tokens exceed the model's context of {self.llm.shape.max_context:,} tokens"
+            say(f"limits     {counted(beyond, 'request')} may end before max_tokens: {room}")
         if plan.seconds and (note := company_note(self.llm.hardware)):
             say(f"profile    {note}")
         asked = self.options
         if taken := sorted(asked.checkpoint_sampling.keys() - asked.named_sampling.keys()):
             values = ", ".join(f"{name} {asked.sampling[name]}" for name in taken)
-            say(f"sampling   {values}, of the checkpoint's generation_config.json, where a request names no other")
+            say(f"sampling   {values}, of the checkpoint's generation_config.json, unless a request sets its own")
         if self.replicas:
             kept = "; actors keep this policy to the end" if asked.llm.policy == "auto" and asked.replan else ""
             say(f"ray        {self.replicas}{kept}")
@@ -298,8 +297,8 @@ class Job:
 
 
 def _begins(workload: Workload, max_batch: int) -> Workload:
-    """Return requests whose lengths represent all, the longest included: about ``max_batch``, or REFILLS times that if
-    answers end early."""
+    """Return evenly spaced requests that represent all, with the longest: ``max_batch``, or REFILLS times that.
+    The larger number is for answers of different lengths, whose places in the batch are refilled."""
     count = max_batch * (1 if workload.answer_tokens is None else REFILLS)
     places = np.linspace(0, workload.num_requests - 1, count).round().astype(int)
     places = np.unique([*places, workload.prompt_tokens.argmax(), workload.cached_tokens.argmax()])

@@ -1,4 +1,4 @@
-"""The lines of a job's input: which are pending, and what became of the others."""
+"""The lines of a job's input and their states: pending, answered, refused or blank."""
 
 import itertools
 import time
@@ -28,11 +28,11 @@ from flexhybrid.requests import RequestOutput
 from sim.answer_lengths import ObservedAnswers, with_mean
 
 TRIM_S = 1.0  #: seconds between two calls of ``trim_memory``
-ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
+ERRORS_AT_ONCE = 256  #: number of refused lines that are written together
 
 
 class JobLines(PendingRequests):
-    """The lines of an open input, each pending, answered, refused or blank, and the open files that say so."""
+    """The lines of an open input with their states, and the open output files."""
 
     def __init__(self, options: RunOptions, llm: LLM, source: RequestFile, files: dict[Path, AnswerFile]):
         self.options, self.llm, self.source, self.files = options, llm, source, files
@@ -41,30 +41,30 @@ class JobLines(PendingRequests):
         self.errors = files[options.errors or options.output]
         self.states = np.full(self.index.num_lines, PENDING, dtype=np.uint8)
         self._order = np.empty(0, dtype=np.int32)
-        self.refused_codes: Counter = Counter()  #: lines that this run has refused
-        self._taken = 0  #: lines of the request index that are ordered, or refused
-        self.tokens = 0  #: tokens that this run has generated, of written answers
+        self.refused_codes: Counter = Counter()  #: error code -> number of lines that this run refused
+        self._taken = 0  #: number of lines of the request index that are in ``_order``, or refused
+        self.tokens = 0  #: tokens of the answers that this run has written
         self._trimmed_at = 0.0
         self.lengths: ObservedAnswers | None = None
-        self.created = 0  #: unix time of the job
-        self.progress = Progress(0, "tokens", "tok", quiet=True)  #: of the answers, once they are planned
+        self.created = 0  #: Unix time of the job's start
+        self.progress = Progress(0, "tokens", "tok", quiet=True)  #: replaced once the answers are planned
         self.plan: Forecast | None = None
-        self.outlook: Outlook | None = None  #: of the batch that runs
-        self.replanner: Replanner | None = None  #: if the policy was searched
-        self.replanned: list[str] = []  #: changes during the run, with reasons
+        self.outlook: Outlook | None = None  #: estimates for the running batch
+        self.replanner: Replanner | None = None  #: None if the policy was not searched
+        self.replanned: list[str] = []  #: descriptions of policy changes during the run
 
     @property
     def trial(self) -> str | None:
-        """Corrections by the first iterations; None: they were no trial."""
+        """Description of the corrections after the first iterations; None without a trial."""
         return self.replanner and self.replanner.trial
 
     def count(self, state: int) -> int:
-        """Return how many lines are in a state."""
+        """Return the number of lines in a state."""
         return int((self.states == state).sum())
 
     def learn(self, states: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Use the answer lengths of the run before if they outnumber its unfinished answers, which are the long
-        ones."""
+        """Use the answer lengths of the run before, if there are at least WINDOW of them.
+        With fewer, its unfinished answers, which are the long ones, would bias the expected length."""
         limits, counts = self.index.max_tokens, self.index.num_answers(slice(None))
         answered = np.flatnonzero((states == ANSWERED) & self.index.valid)
         if len(answered) < WINDOW:
@@ -75,36 +75,34 @@ class JobLines(PendingRequests):
             self.lengths.end(min(tokens, limit), limit)
 
     def _write_refusals(self, num_counted: int) -> None:
-        """Write the refused ones of the first ``num_counted`` lines, with the reason."""
+        """Write the reasons for the refused lines among the first ``num_counted``."""
         missing = np.flatnonzero(~self.index.valid[:num_counted] & (self.states[:num_counted] == PENDING)) + 1
         refusals = self.source.refusals(missing.tolist())
         while batch := list(itertools.islice(refusals, ERRORS_AT_ONCE)):
             self._refuse(batch)
 
     def _refuse(self, refusals: list[tuple[int, Refused]]) -> None:
-        """Write why lines, by number, are refused; blank ones are not mentioned."""
-        told = [(number, refused) for number, refused in refusals if refused.code != BLANK_LINE]
-        self.errors.append([error_line(*refusal) for refusal in told])
-        self.refused_codes.update(refused.code for _, refused in told)
+        """Mark lines as refused and write the reasons, except for blank lines."""
+        reported = [(number, refused) for number, refused in refusals if refused.code != BLANK_LINE]
+        self.errors.append([error_line(*refusal) for refusal in reported])
+        self.refused_codes.update(refused.code for _, refused in reported)
         for number, refused in refusals:
             self.states[number - 1] = BLANK if refused.code == BLANK_LINE else FAILED
 
     def expected(self, places: np.ndarray) -> Workload:
-        """Return the lengths of the lines at ``places``, with the user's expected answers, or those that the run before
-        showed."""
+        """Return the lengths of the lines at ``places``, with expected answers by the run before, or by the user."""
         lengths, mean = self.workload(places), self.options.answer_tokens
         if self.lengths:
             return replace(lengths, answer_tokens=self.lengths.expected(lengths.max_tokens))
         return lengths if mean is None else with_mean(lengths, mean)
 
     def in_order(self, chosen: np.ndarray) -> np.ndarray:
-        """Return the line numbers less one of the lines ``chosen`` [lines from the first on], in running order;
-        int32."""
+        """Return the places (int32) of the lines where ``chosen`` [lines] is True, in running order."""
         places = np.flatnonzero(chosen).astype(np.int32)
         return places[sorted_by_length(self.index.prompt_tokens[places], self.index.max_tokens[places])]
 
     def pending(self) -> np.ndarray:
-        while True:  # until a batch is full, or all lines are counted
+        while True:  # until there are enough lines for a batch, or all lines are read
             self._take_counted()
             self._order = self._order[self.states[self._order] == PENDING]
             self._refuse_largest()
@@ -112,8 +110,8 @@ class JobLines(PendingRequests):
                 return self._order
 
     def _refuse_largest(self) -> None:
-        """Refuse the pending lines of which not even one request fits the budgets under the current policy. Raise
-        InputError if none fits."""
+        """Refuse the pending lines that do not fit the budgets alone under the current policy.
+        Raise InputError if no line fits."""
         index, left, refused = self.index, self._order, list[tuple[np.ndarray, int, str]]()
         while len(left):
             problem, policy = self.llm.problem, self.llm.settled_policy
@@ -140,13 +138,13 @@ class JobLines(PendingRequests):
                 self._refuse([(n, Refused("insufficient_memory", text, None, name)) for n, text, name in named])
 
     def _take_counted(self) -> None:
-        """Add the lines that were counted since the last call."""
+        """Add the lines that were read since the last call to the pending ones."""
         if self._taken == (num_counted := self.index.counted):
             return
         self._taken = num_counted
         self._write_refusals(num_counted)
         self._order = self.in_order(self.index.valid[:num_counted] & (self.states[:num_counted] == PENDING))
-        if self.index.complete:  # the plan took the counted lines for all
+        if self.index.complete:  # the plan was an estimate from the lines read so far
             most = int(np.dot(self.index.max_tokens[self._order], self.num_answers(self._order).astype(np.int64)))
             self.progress.expect(self.progress.done + len(self._order), self.tokens + most)
 
@@ -167,7 +165,7 @@ class JobLines(PendingRequests):
         self.source.check_unchanged()
 
     def write(self, answered: list[Answered]) -> None:
-        """Append the answers to the output. A second answer to a line is dropped: a cluster may do a batch twice."""
+        """Append answers to the output, without second answers to a line: a cluster may answer a batch twice."""
         answered = [answer for answer in answered if self.states[answer.number - 1] == PENDING]
         self.answers.append([answer.line for answer in answered if not answer.refused])
         self.errors.append([answer.line for answer in answered if answer.refused])
@@ -200,7 +198,7 @@ class JobLines(PendingRequests):
             outlook = Outlook(run.pace, workload, given, self.options.answer_tokens, self.lengths, open_wave)
             self.lengths = outlook.answers
         self.outlook = outlook
-        # it ignores lines that are not counted yet
+        # An outlook ignores lines that are not read yet.
         self.progress.outlook = outlook.seconds_left if outlook and self.index.complete else None
         return outlook
 
@@ -216,5 +214,5 @@ class JobLines(PendingRequests):
         change = self.replanner.made()
         limits = [most for most in (self.options.max_batch, change.policy.max_batch) if most]
         self.llm.use(replace(change.policy, max_batch=min(limits, default=None)))
-        self.replanned.append(f"{change.reason}; on with {describe(self.llm.settled_policy, self.llm.problem)}")
+        self.replanned.append(f"{change.reason}; new policy {describe(self.llm.settled_policy, self.llm.problem)}")
         self.note(self.replanned[-1])

@@ -1,4 +1,4 @@
-"""What a run opens before its first request: output files, the model with its budgets, the machine."""
+"""Opens the output files, the model and the machine's profile of a run, and checks the input."""
 
 import contextlib
 import json
@@ -32,11 +32,11 @@ from flexhybrid.resolve import PacedDevice, pick_device, pick_dtype, resident_at
 from flexhybrid.runtime.profiling.attention_paths import paths_of
 from flexhybrid.runtime.storage.loader import Checkpoint
 
-WHITE_BYTES = 4096  #: in which a JSON array begins
+WHITE_BYTES = 4096  #: a JSON array is recognised if it begins within this many bytes
 
 
 def open_answers(stack: contextlib.ExitStack, path: Path, output: Path) -> AnswerFile:
-    """Return the file, locked. A new file is removed again when the run is refused before it has begun."""
+    """Return the file, open and locked. If the run fails before it has a manifest, a new file is removed."""
     existed = path.exists()
 
     def leave(error_type, *_error) -> None:
@@ -45,12 +45,12 @@ def open_answers(stack: contextlib.ExitStack, path: Path, output: Path) -> Answe
 
     file = AnswerFile(path)
     stack.callback(file.close)
-    stack.push(leave)  # runs first, under the lock
+    stack.push(leave)  # runs before close, while the file is locked
     return file
 
 
 def remove_partial_files(options: RunOptions) -> None:
-    """Remove files that a killed run was writing; the output is locked by this one."""
+    """Remove the partly written files of a killed run. The output must be locked by this run."""
     journals = [path for path in (options.output, options.errors) if path]
     others = filter(None, (options.parquet, options.trace, options.report))
     for path in [*journals, manifest_path(options.output), *others]:
@@ -58,11 +58,12 @@ def remove_partial_files(options: RunOptions) -> None:
 
 
 def paced_device(asked: LLMArguments) -> PacedDevice:
+    """Return the device, link rate and disk that the arguments name."""
     return pick_device(asked.device, asked.link_gb_per_s, asked.disk_dir, asked.disk_gb_per_s)
 
 
 def earlier_numbers(output: Path) -> dict:
-    """Return the dtype and attention of the continued run, which later measurements must not change."""
+    """Return the manifest's "numbers" (dtype, attention, …) of the run to continue; empty without one."""
     numbers = (load_manifest(output) or {}).get("numbers")
     return numbers if isinstance(numbers, dict) else {}
 
@@ -70,8 +71,9 @@ def earlier_numbers(output: Path) -> dict:
 def model_arguments(
     options: RunOptions, earlier: dict, replicas: Replicas | None
 ) -> tuple[LLMArguments, Callable[[], Hardware] | None]:
-    """Return the model's arguments, with budgets of the free memory, shared by the executors of each machine, and a
-    kept profile of this machine; and a function that measures the machine if needed, after all checks."""
+    """Return the model's arguments with budgets and hardware record, and a function that measures the machine.
+    Budgets that are not given are the free memory, divided by the executors of a machine. The function is None if no
+    profile is needed, or if one was kept; it is to be called after all checks. ``earlier``: ``earlier_numbers``."""
     asked, paced = options.llm, paced_device(options.llm)
     named = {tier: parse_bytes(size) for tier, size in asked.budgets.items() if size is not None}
     budgets = free_budgets(paced.device, replicas.actors_per_node if replicas else 1) | named
@@ -80,7 +82,7 @@ def model_arguments(
     hardware, dtype, measure = asked.hardware, asked.dtype, None
 
     def with_scratch(known: Hardware) -> Hardware:
-        """Return the machine with the disk of the scratch folder that policy auto may use."""
+        """Return the machine, with the measured disk of the scratch folder if policy auto may use it."""
         uses = asked.policy == "auto" and asked.disk_dir
         return with_disk(known, measure_disk(paced.disk)[0]) if uses else known
 
@@ -88,15 +90,15 @@ def model_arguments(
         shape = Checkpoint(asked.model).shape
         kept = model_profile_path(shape, dtype, paced)
         if options.reprofile or (asked.policy == "auto" and not kept.is_file()):
-            # What a measurement could not help is refused before it.
+            # Refuse a model that cannot fit, before the machine is measured.
             stored = shape.dtype if dtype == "auto" else dtype
-            in_place = AttentionPaths("", "", "", in_place=True)  # of which a device needs the least memory
+            in_place = AttentionPaths("", "", "", in_place=True)  # the way to attend that needs the least memory
             check_smallest(Problem(shape=shape, dtype=stored, budgets=Budgets(**named), attention=in_place))
 
             def measured() -> Hardware:
                 steps = profile_steps(paced.device, OF_A_MODEL)
                 with Progress(steps, "profile", " runs", options.quiet) as progress:
-                    progress.note("measuring this machine at the model's layer sizes; later runs take the record")
+                    progress.note("measuring this machine at the model's layer sizes; later runs reuse the result")
                     found = measure_for_model(shape, asked.dtype, paced, progress.advance, Budgets(**budgets))
                 return with_scratch(found)
 
@@ -113,13 +115,13 @@ def model_arguments(
 
 
 def needs_no_search(llm: LLM, begins: Workload) -> bool:
-    """Return whether all requests of ``begins`` fit the device with the weights: policy auto keeps them there at any
-    rates. With a paced link, False."""
+    """Return whether all requests of ``begins`` fit the device with the weights, so that policy auto needs no profile.
+    False with a paced link."""
     return not llm.paced.link_gb_per_s and resident_at_once(llm.problem, begins) is not None
 
 
 def check_array(path: Path, lines: BinaryIO) -> None:
-    """Raise InputError for a file that is one JSON array, in one line or in many."""
+    """Raise InputError if the file is a single JSON array."""
     whole = None
     lines.seek(0)
     if lines.read(WHITE_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
@@ -131,13 +133,13 @@ def check_array(path: Path, lines: BinaryIO) -> None:
 
 
 def check_chats(rules: LineRules, lines: BinaryIO, llm: LLM) -> None:
-    """Raise InputError for chats alone without a template; tell of a template that completions leave unused."""
+    """Raise InputError for an input of chats without a template; print a note if a template is not used."""
     batch, has_template = rules.file_format == "jsonl", bool(getattr(llm.tokenizer, "chat_template", None))
     chats = first_urls(lines) == {CHAT} if batch else rules.chat.prompts
     if chats and not has_template and not rules.chat.template:
         raise InputError(
-            f"{llm.checkpoint.path} has no chat template: it cannot serve {CHAT}; give one with --chat-template, or as "
-            "chat_template.jinja in its folder"
+            f"{llm.checkpoint.path} has no chat template: it cannot serve {CHAT}; give one with --chat-template, or "
+            "put it into the folder as chat_template.jinja"
         )
     if has_template and not chats and not batch:
         print("flexhybrid: the model has a chat template, which is not used: see --chat", file=sys.stderr)

@@ -14,13 +14,14 @@ from flexhybrid.jobs.paths import check_checkpoint, check_file
 from flexhybrid.sampling_params import SamplingParams
 from sim import catalogue
 
-#: Option -> what a run writes there, and the endings of that; endings of what it writes elsewhere, or nowhere.
+#: Option -> what a run writes to that file, and the endings allowed for it.
 WRITTEN = {
     "--output": ("JSON lines (or, into *.parquet, a table)", ".jsonl", ".json", ".ndjson"),
     "--errors": ("JSON lines", ".jsonl", ".json", ".ndjson"),
     "--trace": ("JSON", ".json"),
     "--report": ("Markdown", ".md"),
 }
+#: Endings that are refused for an option unless they are its own.
 OTHERS = {".parquet", ".csv", ".tsv", ".xlsx", ".html", ".htm", ".pdf", ".arrow", ".feather", ".gz", ".zst", ".zip"}
 OTHERS |= {ending for _, *endings in WRITTEN.values() for ending in endings}
 
@@ -32,48 +33,48 @@ class RunOptions:
     input: Path = option("file of requests (also .gz), a dataset's folder, or - for stdin", names=("-i", "--input"))
     output: Path = option("file of answers: JSON lines, or .parquet", names=("-o", "--output"))
     llm: LLMArguments  # pyright: ignore[reportGeneralTypeIssues] (no option, and required like those before it)
-    errors: Path | None = option("file of the lines that were refused (the output)", None)
+    errors: Path | None = option("file for the lines that were refused (default: the output)", None)
     format: str = option(None, "auto", choices=("auto", *FORMATS))
-    encoding: str | None = option("of text, CSV and JSON lines, like cp1252 (UTF-8, or by BOM)", None, metavar="NAME")
-    column: str | None = option("column of the prompts, of CSV, Parquet and a dataset", None)
-    id_column: str | None = option("column of the custom_ids there (line-1, line-2, …)", None)
-    chat: bool = option("send prompts of text and tables as messages of a user", False)
-    system_prompt: str | None = option("message of the system before them, with --chat", None, metavar="TEXT")
-    chat_template: Path | None = option("Jinja template of chats (the tokenizer's)", None, metavar="FILE")
+    encoding: str | None = option(
+        "encoding of text, CSV and JSON lines, like cp1252 (default: UTF-8, or by BOM)", None, metavar="NAME"
+    )
+    column: str | None = option("column with the prompts in CSV, Parquet or a dataset", None)
+    id_column: str | None = option("column with the custom_ids (default: line-1, line-2, …)", None)
+    chat: bool = option("send the prompts of text and tables as user messages of chats", False)
+    system_prompt: str | None = option("with --chat: system message before each prompt", None, metavar="TEXT")
+    chat_template: Path | None = option("Jinja template of chats (default: the tokenizer's)", None, metavar="FILE")
     chat_template_kwargs: str | None = option(
-        'variables of the template, like {"enable_thinking": false}, where a request names no others', None,
-        metavar="JSON",
-    )  # fmt: skip
+        'default variables of the chat template, like {"enable_thinking": false}', None, metavar="JSON"
+    )
     parquet: Path | None = None  #: table of the answers, written at the end; ``output`` is then its journal
-    named_sampling: dict = field(default_factory=dict)  #: sampling parameters of requests that do not name them
-    checkpoint_sampling: dict = field(default_factory=dict)  #: those of the checkpoint's generation_config.json
-    seed: int = option("of requests without one, together with their line (0)", 0)
+    named_sampling: dict = field(default_factory=dict)  #: sampling parameters given as flags
+    checkpoint_sampling: dict = field(default_factory=dict)  #: sampling parameters of generation_config.json
+    seed: int = option("seed of requests without their own; each also depends on its line (default: 0)", 0)
     max_batch: int | None = option(
-        "requests at a time, at most: a stop loses those that are not complete (default: what memory holds)", None,
-        metavar="N",
-    )  # fmt: skip
+        "most requests at a time; a stop loses their unfinished answers (default: what memory holds)", None, metavar="N"
+    )
     answer_tokens: float | None = option(
-        "tokens expected of an answer, on average: for the forecast and policy auto (default: its limit)", None,
+        "expected mean tokens of an answer, for the forecast and policy auto (default: max_tokens)", None,
         metavar="MEAN",
     )  # fmt: skip
-    engine: str = option("ray: on a Ray cluster (local)", "local", choices=("local", "ray"))
-    actors: int | None = option("executors on the Ray cluster (one a GPU, or a node)", None, metavar="N")
-    ordered: bool = option("put the output in the input's order at the end", False)
-    restart: bool = option("start over, replacing the output of an earlier run", False)
-    verify: bool = option("hash the model's files, to compare when going on", False)
-    trace: Path | None = option("write what ran when in a wave, for Perfetto", None, metavar="FILE")
-    report: Path | None = option("write a page about the run, in Markdown", None, metavar="FILE")
+    engine: str = option("ray: run on a Ray cluster (default: local)", "local", choices=("local", "ray"))
+    actors: int | None = option("executors on the Ray cluster (default: one per GPU or node)", None, metavar="N")
+    ordered: bool = option("sort the output into the input's order at the end", False)
+    restart: bool = option("start over and replace the output of an earlier run", False)
+    verify: bool = option("hash the model's files, so that a continued run detects changes", False)
+    trace: Path | None = option("write the start and end of every task in a wave, for Perfetto", None, metavar="FILE")
+    report: Path | None = option("write a Markdown page about the run", None, metavar="FILE")
     reprofile: bool = option("measure this machine again for policy auto", False)
     quiet: bool = option("no progress bar", False)
     replan: bool = option(
-        "search policy auto again when iterations or answers take a tenth more or less than predicted (yes)", True,
-        action=BooleanOptionalAction,
+        "search policy auto again if iterations or answers are 10 %% longer or shorter than predicted (default: yes)",
+        True, action=BooleanOptionalAction,
     )  # fmt: skip
     trials: bool = option(TRIALS_HELP, True)
 
     @property
     def sampling(self) -> dict:
-        """The sampling parameters of requests that do not name them."""
+        """The default sampling parameters of requests."""
         return self.checkpoint_sampling | self.named_sampling
 
     @property
@@ -81,7 +82,7 @@ class RunOptions:
         return None if self.column is None else Columns(self.column, self.id_column)
 
     def chat_rules(self) -> ChatRules:
-        """Return how prompts become chats. Raise InputError for a template or variables that cannot be read."""
+        """Return the rules for chats. Raise InputError if the template or its variables cannot be read."""
         template = None
         if self.chat_template:
             with file_errors(f"read {self.chat_template}"):
@@ -96,12 +97,12 @@ class RunOptions:
 
 
 def journal_of(table: Path) -> Path:
-    """Return the file that takes the answers one by one, before the table of all is written."""
+    """Return the file that gets each answer before the table is written at the end."""
     return table.with_name(table.name + ".jsonl")
 
 
 def check_options(options: RunOptions) -> None:
-    """Raise InputError for paths that do not exist, files given twice, and flags that contradict each other."""
+    """Raise InputError for missing paths, files given twice, and flags that contradict each other."""
     limit = options.sampling.get("max_tokens")
     check("--max-tokens", limit, limit is None or limit >= 1, "at least 1")
     SamplingParams(**options.sampling)
@@ -112,25 +113,25 @@ def check_options(options: RunOptions) -> None:
         check_encoding(options.encoding)
     check("--seed", options.seed, options.seed >= 0, "at least 0")
     if options.engine == "local" and options.actors is not None:
-        raise InputError("--num-replicas is of --engine ray; the local engine is one executor")
+        raise InputError("--num-replicas needs --engine ray; the local engine is one executor")
     if options.engine == "ray" and options.trace:
-        raise InputError("--trace shows the local engine's work; --engine ray has none to show")
+        raise InputError("--trace is not supported with --engine ray: only the local engine writes a trace")
     flags = {"--errors": options.errors, "--trace": options.trace, "--report": options.report}
     paths = {"the input": options.input, "the output": options.output, "--output": options.parquet, **flags}
-    policy = Path(str(options.llm.policy))  # a file, or a name
+    policy = Path(str(options.llm.policy))  # of a policy file, if it exists
     paths |= {"--policy": policy if policy.is_file() else None, "--chat-template": options.chat_template}
     resolved: dict[object, str] = {}
     for name, path in paths.items():
         if path == STDIN and name != "the input":
-            raise InputError(f"{name} is -: name a file, as stdout cannot be read again when a run goes on")
-        place = path and (path.stat()[1:3] if path.is_file() else path.resolve())  # a file may have several names
+            raise InputError(f"{name} is -: give a file, as a continued run cannot read stdout")
+        place = path and (path.stat()[1:3] if path.is_file() else path.resolve())  # a file may have several paths
         if path is not None and (other := resolved.setdefault(place, name)) != name:
             raise InputError(f"{name} and {other} are the same file, {path}")
     for name, path in {"--output": options.output, "the table": options.parquet, **flags}.items():
         if path is not None:
             what, *own = WRITTEN.get(name, ("", path.suffix.lower()))
             if path.suffix.lower() in OTHERS - set(own):
-                raise InputError(f"{name} is {path}, where a run writes {what}: choose the ending {own[0]}")
+                raise InputError(f"{name} is {path}, but a run writes {what} there: choose the ending {own[0]}")
             check_new_file(path)
             if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
                 raise InputError(f"cannot write {path}: it is not a regular file")
@@ -147,13 +148,13 @@ def check_options(options: RunOptions) -> None:
 
 
 def check_chat(options: RunOptions) -> None:
-    """Raise InputError for flags about chats and tables that the input's format has no use for."""
+    """Raise InputError for flags about chats and tables that do not apply to the input's format."""
     named = format_of(options.input, options.format)
     if options.id_column is not None and options.column is None:
         raise InputError("--id-column needs --column, which names the prompts")
     if named == "jsonl" and (options.chat or options.system_prompt is not None):
         flag = "--chat" if options.chat else "--system-prompt"
-        raise InputError(f"{flag} is of text and tables; a line of a jsonl file says by its url what it is")
+        raise InputError(f"{flag} is of text and tables; in a jsonl file, a line's url says whether it is a chat")
     if options.system_prompt is not None and not options.chat:
         raise InputError("--system-prompt needs --chat: a completion has no messages")
     options.chat_rules()

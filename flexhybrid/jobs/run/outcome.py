@@ -1,4 +1,4 @@
-"""A run's result: its final lines, and its record."""
+"""The result of a run: its last printed lines and its record."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,37 +10,37 @@ from flexhybrid.jobs.run.lines import JobLines
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 
-PARTED = 1.5  #: times by which speed and prediction differ before a new profile is advised
-TELLING_S = 10.0  #: seconds of a run, measured or predicted, from which its speed says something of the profile
-STOPPED = 130  #: exit status of a run that was asked to stop
+PARTED = 1.5  #: ratio of measured and predicted seconds above which a new profile is advised
+TELLING_S = 10.0  #: runs of fewer seconds, measured and predicted, say nothing about the profile
+STOPPED = 130  #: exit status of a run stopped by a signal
 
 
 def again(options: RunOptions) -> str:
-    """Return the command that continues this run, in words."""
+    """Return a description of the command that continues this run."""
     return "the same command again" + (", without --overwrite," if options.restart else "")
 
 
 class Effort(NamedTuple):
-    """What answering took, without compiling."""
+    """Measured and predicted time of answering the requests."""
 
-    predicted_s: float | None
-    seconds: float
-    others_cpu_share: float | None  #: of the cores, used by other processes; None: not known
-    unfinished_tokens: int  #: that were generated of answers that were not complete at the end
-    predicted_of_these_s: float | None  #: for answers as long as those that came, whose lengths nobody knew
-    compiling_s: float = 0.0  #: of kernels for this processor, besides
+    predicted_s: float | None  #: by the plan
+    seconds: float  #: without ``compiling_s``
+    others_cpu_share: float | None  #: share of the cores used by other processes; None: unknown
+    unfinished_tokens: int  #: generated tokens of answers that were not complete at the end
+    predicted_of_these_s: float | None  #: for the actual answer lengths, which the plan did not know
+    compiling_s: float = 0.0  #: seconds of compiling kernels for this processor
 
 
 def parted(seconds: float, predicted_s: float | None) -> bool:
-    """Return whether the seconds of the same tokens, measured and predicted, differ by more than PARTED times; False
-    where nothing was predicted, and for a run that neither took nor should have taken TELLING_S seconds."""
+    """Return whether measured and predicted seconds of the same tokens differ by more than a factor of PARTED.
+    False without a prediction, and if both are below TELLING_S."""
     if not predicted_s or max(seconds, predicted_s) < TELLING_S:
         return False
     return max(seconds / predicted_s, predicted_s / seconds) > PARTED
 
 
 def against(work: Effort) -> str:
-    """Return the prediction of a run in words: for its actual answer lengths and their limits, or for expected ones."""
+    """Return the predicted times as text: for the actual answer lengths, and for the plan's if those differ."""
     own, most = (predicted_time(s) if s else "" for s in (work.predicted_of_these_s, work.predicted_s))
     than = "at most" if (work.predicted_of_these_s or 0.0) <= (work.predicted_s or 0.0) else "for those expected"
     longest = f" for answers as long as these, {most} {than}" if most != own else ""
@@ -48,12 +48,12 @@ def against(work: Effort) -> str:
 
 
 class Outcome(NamedTuple):
-    """The end of a run."""
+    """The result of a run."""
 
     lines: JobLines
-    counts: dict[str, int]  #: lines, and how many of them were "answered", "refused", "left" and "done_before" it
-    work: Effort | None  #: None: nothing was left to answer
-    traced: bool
+    counts: dict[str, int]  #: number of "lines", and of those "answered", "refused", "left", "blank", "done_before"
+    work: Effort | None  #: None: no request was pending
+    traced: bool  #: whether there is a trace
 
     @property
     def stopped(self) -> bool:
@@ -61,16 +61,16 @@ class Outcome(NamedTuple):
 
     @property
     def dropped(self) -> int:
-        """Tokens of answers that a stop left unfinished."""
+        """Tokens of unfinished answers, which a stop loses."""
         return self.work.unfinished_tokens if self.work and self.stopped else 0
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all generated tokens, including unfinished answers'."""
+        """Rate of all generated tokens, with those of unfinished answers."""
         return (self.lines.tokens + self.dropped) / self.work.seconds if self.work else 0.0
 
     def say(self, say: Callable[[str], None], total_s: float) -> None:
-        """Say the last lines of a run; ``total_s``: of the whole command."""
+        """Print the last lines of a run. ``total_s``: seconds of the whole command."""
         options, counts, work, stopped = self.lines.options, self.counts, self.work, self.stopped
         before = f" ({counts['done_before']:,} before this run)" if counts["done_before"] else ""
         blank = f", {counts['blank']:,} of them blank" if counts["blank"] else ""
@@ -80,20 +80,21 @@ class Outcome(NamedTuple):
             f"{counts['lines']:,} lines{blank}{before}"
         )
         if work:
-            predicted = "" if stopped else against(work)  # nothing for a part of the requests: the longest come first
+            predicted = "" if stopped else against(work)  # a stop leaves the shortest requests, unlike the prediction
             unfinished = f" and {work.unfinished_tokens:,} of unfinished answers" if self.dropped else ""
             tokens = f"{counted(self.lines.tokens, 'token')}{unfinished} in {duration(work.seconds)}"
             say(f"{tokens}: {self.tokens_per_s:.1f} tokens/s{predicted}; the whole command {duration(total_s)}")
             if work.compiling_s:
-                say(f"compiled   new kernels in {duration(work.compiling_s)} besides that, kept for later runs")
+                say(f"compiled   new kernels in another {duration(work.compiling_s)}; later runs reuse them")
             if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
-                say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
+                used = f"other processes used {work.others_cpu_share:.0%} of the cores"
+                say(f"busy       {used}; predictions assume an idle machine")
             blamed = options.llm.hardware is None and not stopped
             if blamed and self.lines.tokens and parted(work.seconds, work.predicted_of_these_s):
-                say("profile    that is far from the prediction: --reprofile measures the machine again")
+                say("profile    the time is far from the prediction: --reprofile measures the machine again")
         if shared := self.lines.llm.num_shared:
-            saved = "computed" if stores_exactly(self.lines.llm.settled_policy) else "stored again"
-            say(f"shared     {shared:,} prompt tokens were not {saved}: other prompts begin alike")
+            saved = "computed" if stores_exactly(self.lines.llm.settled_policy) else "stored"
+            say(f"shared     {shared:,} prompt tokens were not {saved} again: other prompts begin with them")
         if self.lines.llm.graphs:
             say(f"graphs     {self.lines.llm.graphs}")
         if trial := self.lines.trial:
@@ -113,11 +114,11 @@ class Outcome(NamedTuple):
             say(f"report     {options.report}{kept}")
         if stopped:
             lost = f"; {counted(self.dropped, 'token')} of unfinished answers are lost (see --max-num-seqs)"
-            say(f"stopped: give {again(options)} to go on{lost if self.dropped else ''}")
+            say(f"stopped: give {again(options)} to continue{lost if self.dropped else ''}")
             if work and not (self.lines.tokens or self.dropped):
                 say(
-                    "           no answer could be there yet: the first iteration reads the prompts of all requests "
-                    "that begin together; with a smaller --max-num-seqs the first answers come sooner"
+                    "           no answer could be there yet: the first iteration computes the prompts of all requests "
+                    "in the batch; with a smaller --max-num-seqs the first answers come sooner"
                 )
 
     def record(self) -> dict:

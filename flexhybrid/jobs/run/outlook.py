@@ -20,18 +20,18 @@ from sim.answer_lengths import ObservedAnswers, with_mean
 from sim.queue_clock import IterationCost, evenly_spaced
 from sim.queue_counts import RunIntervals, UnderWay, intervals
 
-TRUSTED_S = 0.3  #: measured seconds at which 3/4 of the difference from the prediction count (_slower)
-KEPT_BUSY = 4096  #: iterations whose resources' busy seconds are kept
-KEPT_ENDS = 2**17  #: iterations whose ends are kept: more than any window has
+TRUSTED_S = 0.3  #: measured seconds with which a ratio to the prediction gets the weight 3/4 (_slower)
+KEPT_BUSY = 4096  #: number of latest iterations whose busy seconds are kept
+KEPT_ENDS = 2**17  #: number of latest iterations whose end times are kept, more than any window needs
 LEAST_BUSY = 0.2  #: busy share below which a resource's ratio is not used
-MOST_COUNTED = 2048  #: requests that wait; a longer queue is sampled evenly
-REST, LEAST_REST = 50, 3  #: most and least multiples of the counting time until the queue is counted again
+MOST_COUNTED = 2048  #: most waiting requests of an estimate; a longer queue is sampled evenly
+REST, LEAST_REST = 50, 3  #: most and least time between two estimates, as multiples of the time that one takes
 
 
 def batches(llm: LLM, workload: Workload, given: np.ndarray | None = None) -> Callable[[], Wave]:
-    """Return a function that opens the batch in which ``llm.answer`` begins with these requests, a new one per call.
-    ``given`` [requests]: tokens from an earlier batch; None: none. Raise InputError if not even one fits the
-    budgets."""
+    """Return a function that opens a new batch of these requests per call, as ``llm.answer`` does when it begins.
+    ``given`` [requests]: tokens generated in an earlier batch; None: none. Raise InputError if not even one request
+    fits the budgets."""
     problem, policy = llm.problem, llm.settled_policy
     places = batch_size(problem, policy, workload, MOST_AT_A_TIME)
     tokens = {} if given is None else {int(at): int(given[at]) for at in np.flatnonzero(given)}
@@ -39,15 +39,16 @@ def batches(llm: LLM, workload: Workload, given: np.ndarray | None = None) -> Ca
 
 
 class ChangeCosts(NamedTuple):
-    """Seconds of the rest of the running requests."""
+    """Seconds until the running requests end, in three cases."""
 
-    stay_s: float  #: others take the places that they leave
-    drain_s: float  #: nobody does
-    move_s: float  #: in another batch, contexts recomputed; others take their places there
+    stay_s: float  #: in this batch, which waiting requests join
+    drain_s: float  #: in this batch, which no requests join
+    move_s: float  #: in another batch, which waiting requests join; contexts are recomputed first
 
 
 def change_costs(rest: RunIntervals, before: IterationCost, after: IterationCost) -> ChangeCosts:
-    """Return the cost of ending requests in a batch of one cost, or in one of another. ``rest``: ``Outlook.rest``."""
+    """Return the seconds until the requests ``rest`` (``Outlook.rest``) end in the old batch or in a new one.
+    ``before``, ``after``: cost of an iteration in the old and in the new batch."""
     old, new = (
         pace.seconds(replace(rest, mini_batch=rest.request % pace.num_mini_batches)) for pace in (before, after)
     )
@@ -56,35 +57,35 @@ def change_costs(rest: RunIntervals, before: IterationCost, after: IterationCost
 
 
 class CountedQueue(NamedTuple):
-    """Run intervals as counted after ``now`` iterations. ``times``: factor of iterations before ``drains``, in which
-    the last request joins; ``until``: when the queue is counted again."""
+    """An estimate of the iterations until the last answer."""
 
     seconds: np.ndarray  #: predicted for each iteration, with resources as slow as measured
-    first: int  #: iteration since which all run requests are counted
-    now: int
-    drains: int
-    times: float
-    until: float = 0.0
+    first: int  #: first iteration of the estimate
+    now: int  #: iteration in which the estimate was made
+    drains: int  #: iteration in which the last request joins
+    times: float  #: factor on the iterations between ``now`` and ``drains``, for a sampled queue
+    until: float = 0.0  #: time at which the next estimate is due
 
     def seconds_from(self, iteration: int) -> float:
-        """Return the predicted seconds from an iteration to the end."""
+        """Return the predicted seconds from an iteration to the last answer."""
         behind, joining = max(iteration - self.now, 0), max(self.drains - self.now, 0)
         at = min(iteration, self.now) + round(min(behind / self.times, joining) + max(behind - joining * self.times, 0))
         return float(self.seconds[at:].sum() + (self.times - 1) * self.seconds[max(at, self.now) : self.drains].sum())
 
 
 def _slower(measured: float, predicted: float, trusted_s: float = 0.0) -> float:
-    """Return the ratio of measured to predicted time, moved towards 1 for short measurements."""
+    """Return the ratio of measured to predicted time, moved towards 1 if the measurement is short (TRUSTED_S)."""
     weight = 1 - (trusted_s / (trusted_s + measured)) ** 2 if trusted_s else 1.0
     return (measured / max(predicted, 1e-3 * measured)) ** weight if measured else 1.0
 
 
 class Outlook:
-    """Observes the requests of a batch, by their index in its queue, and its iterations.
+    """Observes the requests and iterations of a batch, and estimates the time until its end.
 
-    ``given`` [requests]: tokens from earlier batches. ``mean_answer``: expected tokens of an answer before others have
-    ended; None: its limit. ``seen``: answers of earlier batches, which count as well. ``open_wave`` returns the batch
-    as it began, a new one each time; None: no estimate is needed.
+    Requests are named by their index in the batch's queue. ``pace``: predicted cost of an iteration. ``given``
+    [requests]: tokens from earlier batches. ``mean_answer``: expected tokens of an answer before any answer has ended;
+    None: max_tokens. ``seen``: lengths of answers in earlier batches. ``open_wave`` returns a new copy of the batch as
+    it began; None: no estimate is needed.
     """
 
     def __init__(
@@ -97,52 +98,52 @@ class Outlook:
         open_wave: Callable[[], Wave] | None = None,
     ):
         self.pace, self.workload, self.open_wave = pace, workload, open_wave
-        # Arrays over all lines of a file: untouched pages take no memory, the others little.
+        # The arrays cover all lines of a file; pages that are never written take no memory.
         self.given = np.broadcast_to(np.int64(0), workload.num_requests) if given is None else given
         longest = int(workload.max_tokens.max())
         self.answers = ObservedAnswers(longest, mean_answer)
-        #: answer lengths for which the current policy was chosen
+        #: [requests] answer lengths for which the current policy was chosen
         self.assumed = workload.max_tokens if mean_answer is None else with_mean(workload, mean_answer).answers
         if seen and len(seen.ended) > longest:
             self.answers = seen
             self.assumed = self._expected(np.arange(workload.num_requests), self.given)
-        self.begun_in = np.full(workload.num_requests, -1, np.int32)  #: iteration; -1: it waits
-        self.mini_batch = np.zeros(workload.num_requests, np.int16)  #: mini-batch in which it runs, or ran
-        self.ended_in = np.full(workload.num_requests, -1, np.int32)  #: iteration; -1: it has not ended
+        self.begun_in = np.full(workload.num_requests, -1, np.int32)  #: [requests] first iteration; -1: waiting
+        self.mini_batch = np.zeros(workload.num_requests, np.int16)  #: [requests] mini-batch of running and ended ones
+        self.ended_in = np.full(workload.num_requests, -1, np.int32)  #: [requests] last iteration; -1: not ended
         self.num_iterations = 0
-        self.busy: dict[int, dict[str, float]] = {}  #: iteration -> resource -> busy seconds until its end
-        self.line_times: Callable[[], dict[LineKey, LineTimes]] = dict  #: until now; empty without a measurement
+        self.busy: dict[int, dict[str, float]] = {}  #: iteration -> resource -> busy seconds up to its end
+        self.line_times: Callable[[], dict[LineKey, LineTimes]] = dict  #: returns the lines' times so far; or nothing
         self._queue: CountedQueue | None = None
-        self._counting = threading.Lock()  #: one thread at a time counts the queue; others take the earlier count
+        self._counting = threading.Lock()  #: held by the thread that makes an estimate; others use the one before
         self.began = self.latest = time.monotonic()
         self.ends = {0: self.began}  #: number of iterations -> end time of the last one
 
     def note_busy(self, seconds: dict[str, float], line_times: Callable[[], dict[LineKey, LineTimes]]) -> None:
-        """Take the busy seconds of each resource so far, and a function that returns the lines' times so far."""
+        """Note each resource's busy seconds so far, and a function that returns the lines' times so far."""
         self.line_times = line_times
         self.busy[self.num_iterations + 1] = seconds
         self.busy.pop(self.num_iterations - KEPT_BUSY, None)
 
     def begin(self, request: int, mini_batch: int = 0) -> None:
-        """Take a request that joins; a preempted one joins again."""
+        """Note that a request joins, also one that was preempted."""
         self.mini_batch[request] = mini_batch
         if self.begun_in[request] < 0:
             self.begun_in[request] = self.num_iterations
 
     def end(self, request: int, tokens: int) -> None:
-        """Take a request that has ended, with the length of its answer."""
+        """Note that a request has ended with an answer of ``tokens`` tokens."""
         self.ended_in[request] = self.num_iterations
         self.answers.end(tokens, int(self.workload.max_tokens[request]))
 
     def advance(self) -> None:
-        """Take the end of an iteration."""
+        """Note the end of an iteration."""
         self.num_iterations += 1
         self.latest = self.ends[self.num_iterations] = time.monotonic()
         self.ends.pop(self.num_iterations - KEPT_ENDS, None)
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the last answer; None before the first iteration. The queue is counted now and then,
-        the cost is scaled to measurements at each call."""
+        """Return the estimated seconds until the last answer; None before the first iteration.
+        The queue is simulated from time to time; its cost is scaled to the measured speed at each call."""
         if not self.num_iterations or self.open_wave is None:
             return None
         asked, queue = time.monotonic(), self._queue
@@ -157,8 +158,8 @@ class Outlook:
         return queue and self._left(queue)
 
     def _count(self) -> CountedQueue:
-        """Predict by each resource's work, scaled to its measured time: another resource may limit the drain, when few
-        requests run, than the measured iterations. The rest of the difference is waiting."""
+        """Return an estimate of the queue, with each resource's work scaled to its measured time.
+        Scaling by resource matters at the end, when few requests run: another resource may then limit the speed."""
         first, now = self._recent(), self.num_iterations
         counted, times = self.intervals(first)
         seconds = self.pace.slowed(self.slower_resources(first, TRUSTED_S)).seconds(counted, self.workload.prefixes)
@@ -171,22 +172,22 @@ class Outlook:
         return max(0.0, left * slower - (time.monotonic() - latest))
 
     def _recent(self) -> int:
-        """Return the first iteration of the last half of the time, which measures the speed. The very first, with its
-        compilation, counts only while there are no others."""
+        """Return the first iteration of the window that measures the speed: the last half of the time.
+        The very first iteration, which may compile kernels, is used only if there is no other."""
         now, ends = self.num_iterations, np.fromiter(list(self.ends.values()), float)
         first = now + 1 - len(ends) + int(np.searchsorted(ends, (self.began + self.latest) / 2))
         return max(first if first < now else min(1, now - 1), now - KEPT_BUSY + 1)
 
     def slower(self, first: int) -> float:
-        """Return the ratio of measured to predicted time of the iterations from ``first`` on. Their requests are known,
-        so answer lengths have no influence."""
+        """Return the ratio of measured to predicted time of the iterations from ``first`` on.
+        The requests of these iterations are known, so estimated answer lengths have no influence."""
         now = self.num_iterations
         predicted = float(self.pace.seconds(self._ran(first), self.workload.prefixes)[first:now].sum())
         return (self.ends[now] - self.ends[first]) / max(predicted, 1e-300)
 
     def slower_resources(self, first: int, trusted_s: float = 0.0) -> dict[str, float]:
-        """Return the same ratio for each resource that was busy long enough; empty without measurements. ``trusted_s``:
-        see ``_slower``."""
+        """Return resource -> ratio of measured to predicted busy time since iteration ``first``.
+        Resources that were busy for less than LEAST_BUSY of the time are left out. ``trusted_s``: see ``_slower``."""
         now = self.num_iterations
         before, busy = self.busy.get(first, {}), self.busy.get(now, {})
         predicted = self.pace.work(self._ran(first), self.workload.prefixes)
@@ -197,15 +198,15 @@ class Outlook:
         }
 
     def _ran(self, first: int = 0) -> RunIntervals:
-        """Return the known run intervals of requests that ran in iteration ``first`` or later."""
+        """Return the run intervals so far of requests that ran in iteration ``first`` or later."""
         open_or_late = (self.ended_in < 0) | (self.ended_in >= first)
         begun, now = np.flatnonzero((self.begun_in >= 0) & open_or_late), self.num_iterations
         last = np.where(self.ended_in[begun] < 0, now - 1, self.ended_in[begun])
         return self._intervals(begun, self.begun_in[begun], np.maximum(last, self.begun_in[begun]) + 1)
 
     def waiting(self, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the waiting requests, and their expected answer lengths. ``most``: limit; a longer queue is sampled
-        evenly."""
+        """Return the waiting requests, and their expected answer lengths.
+        ``most``: limit on their number; a longer queue is sampled evenly."""
         waits = np.flatnonzero(self.begun_in < 0)
         if most and len(waits) > most:
             waits = waits[evenly_spaced(len(waits), most, False)]
@@ -213,13 +214,14 @@ class Outlook:
         return waits, self._expected(np.r_[waits, runs], np.r_[self.given[waits], ages])[: len(waits)]
 
     def _running(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the running requests, oldest first, and the tokens of each."""
+        """Return the running requests, the oldest first, and the generated tokens of each."""
         runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
         runs = runs[np.argsort(self.begun_in[runs], kind="stable")]
         return runs, self.given[runs] + self.num_iterations - self.begun_in[runs]
 
     def rest(self) -> RunIntervals | None:
-        """Return the rest of the running requests, with contexts computed at once; None if none runs."""
+        """Return the run intervals of the running requests if they begin again now; None if no request runs.
+        Their tokens so far become part of their prompts."""
         runs, ages = self._running()
         if not len(runs):
             return None
@@ -234,8 +236,9 @@ class Outlook:
         return self.answers.expected(limits, np.minimum(ages, limits - 1))
 
     def intervals(self, first: int = 0) -> tuple[RunIntervals, float]:
-        """Return the known and the expected run intervals since iteration ``first``, as the batch counts its queue; and
-        the factor of the time until the last join, if the queue was sampled. Raise ValueError without a batch."""
+        """Return the run intervals since iteration ``first``, past and expected, and the sampling factor.
+        The factor applies to the time until the last request joins; it is 1 if the queue was not sampled. Raise
+        ValueError if ``open_wave`` is None."""
         if self.open_wave is None:
             raise ValueError("the batch is unknown")
         now, wave, workload = self.num_iterations, self.open_wave(), self.workload
@@ -261,7 +264,7 @@ class Outlook:
 
     def _intervals(self, requests: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> RunIntervals:
         lengths = self.workload.select(requests)
-        shared = lengths.shared_tokens  # by all but the first
+        shared = lengths.shared_tokens  # tokens of blocks that an earlier request has computed
         return RunIntervals(
             request=requests,
             mini_batch=self.mini_batch[requests].astype(np.int64) % self.pace.num_mini_batches,
@@ -275,14 +278,14 @@ class Outlook:
 
 
 def _members(wave: Wave, runs: np.ndarray, mini_batch: np.ndarray) -> tuple[list[list[int]], list[int]]:
-    """Return the running requests by mini-batch, oldest first; and the preempted ones, as the youngest have no place.
-    ``runs``: by age; ``mini_batch`` [requests]: of each."""
+    """Return the running requests by mini-batch, the oldest first, and those without a place, which are preempted.
+    ``runs``: running requests by age. ``mini_batch`` [requests]: mini-batch of each."""
     groups: list[list[int]] = [[] for _ in wave.mini_batches]
     back = []
     for request in runs.tolist():
         free = [len(places) - len(group) for places, group in zip(wave.mini_batches, groups, strict=True)]
         k = int(mini_batch[request])
-        if k >= len(groups) or not free[k]:  # of a batch with other shared blocks than were known
+        if k >= len(groups) or not free[k]:  # shared blocks that became known may change the mini-batches
             k = int(np.argmax(free))
         (groups[k] if free[k] else back).append(request)
     return groups, back
@@ -291,9 +294,10 @@ def _members(wave: Wave, runs: np.ndarray, mini_batch: np.ndarray) -> tuple[list
 def _counted(
     wave: Wave, workload: Workload, under_way: UnderWay, requests: np.ndarray, given: np.ndarray, answers: np.ndarray
 ) -> RunIntervals:
-    """Count a queue with open ``requests``, ``given`` tokens each and answers of ``answers`` in all.
+    """Return the run intervals of a queue of the open ``requests``, which are running or waiting.
 
-    Only shared prefixes, known per request, need arrays over all requests.
+    ``given``, ``answers`` [requests]: tokens of each so far, and in the end. Arrays over all requests of the workload
+    are built only for shared prefixes.
     """
     if wave.sharing:
         given_of_all, answers_of_all = np.zeros_like(workload.max_tokens), np.ones_like(workload.max_tokens)

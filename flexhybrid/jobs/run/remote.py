@@ -1,10 +1,10 @@
-"""``flexhybrid run --engine ray``: Ray Data reads the input and holds a pool of actors with an executor each.
+"""``flexhybrid run --engine ray``: answers requests with a pool of actors in Ray Data, each with its own executor.
 
     pending lines, longest first ──batches──▶ read (where the input is) ──▶ actors ──messages──▶ the job, which writes
 
-An actor answers a batch of lines as one queue and sends its answers in messages while it runs. A batch whose actor dies
-is done again by the actor that replaces it. The output does not depend on that: the job drops a second answer to a
-line, and sends out again the lines that are pending when all batches are done.
+An actor answers a batch of lines as one queue, and sends answers in messages while it runs. If an actor dies, its
+replacement repeats the batch. The output stays the same: the job drops second answers to a line, and sends lines out
+again that are still pending after all batches.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 from flexhybrid.sampling_params import noted_bytes
 
-BATCH_LINES = 8192  #: lines of a batch, which an actor answers as one queue and Ray repeats if it dies
-HEARTBEAT_S = 1.0  #: predicted time between messages of an actor while no answer is complete
-HEARTBEAT_ITERATIONS = 32  #: iterations between them without a prediction, and at most
+BATCH_LINES = 8192  #: most lines of a batch, which an actor answers as one queue
+HEARTBEAT_S = 1.0  #: predicted seconds between an actor's messages while no answer is complete
+HEARTBEAT_ITERATIONS = 32  #: most iterations between such messages, and their number without a prediction
 
-#: A message of an actor: complete answers with their tokens and error codes; since the message before, the tokens
-#: generated for all requests of the batch, and the prompt tokens that they shared; a note for the user; and the error
-#: that keeps the actor from going on.
+#: A message of an actor. ``numbers``, ``lines``, ``tokens``, ``refused``: line number, output line, token count and
+#: error code of each complete answer. ``generated``, ``shared``: tokens generated and prompt tokens shared since the
+#: message before. ``note``: text for the user. ``error``: reason why the actor cannot continue.
 MESSAGE = pa.schema([
     *LINES, ("tokens", pa.list_(pa.int64())), ("refused", pa.list_(pa.string())), ("generated", pa.int64()),
     ("shared", pa.int64()), ("note", pa.string()), ("error", pa.string()),
@@ -56,24 +56,24 @@ MESSAGE = pa.schema([
 
 @dataclass(frozen=True)
 class ActorConfig:
-    """What an actor needs to answer like this process."""
+    """The settings with which an actor answers like this process."""
 
     llm: LLMArguments
-    layer_bytes: dict[str, int]  #: tier -> bytes that the layers' weights were planned to take
+    layer_bytes: dict[str, int]  #: tier -> planned bytes of the layers' weights
     rules: LineRules
-    created: int  #: unix time of the job
+    created: int  #: Unix time of the job's start
     heartbeat: int  #: iterations between messages while no answer is complete
 
 
 def actor_config(llm: LLM, source: RequestFile, forecast: Forecast, created: int) -> ActorConfig:
-    """Return what actors need to answer ``source`` as ``llm`` would. ``created``: unix time of the job."""
+    """Return the settings with which actors answer ``source`` as ``llm`` would. ``created``: Unix time of the job."""
     arguments = llm.arguments
     heartbeat = HEARTBEAT_ITERATIONS
     if forecast.run:
         heartbeat = max(1, min(heartbeat, round(HEARTBEAT_S / float(forecast.run.seconds.mean()))))
     budgets: dict[str, str | float | None] = dict(llm.problem.budgets.items())
     if llm.device.type == "cuda":
-        budgets["device"] = arguments.budgets.get("device")  # an actor itself sees what is free on its GPU
+        budgets["device"] = arguments.budgets.get("device")  # None: an actor takes the free memory of its own GPU
     resolved = replace(
         arguments,
         model=llm.checkpoint.path.resolve(),
@@ -91,9 +91,9 @@ def actor_config(llm: LLM, source: RequestFile, forecast: Forecast, created: int
 def answer_on_cluster(
     requests: PendingRequests, source: RequestFile, replicas: Replicas, config: ActorConfig, stop: StopAsked
 ) -> None:
-    """Answer on the actors of a cluster until nothing is pending or a stop is asked for.
+    """Answer on the actors of a cluster until no request is pending or a stop is requested.
 
-    Raise InputError for what an actor cannot do, and when the cluster fails; answers written so far are kept.
+    Raise InputError if an actor reports an error or the cluster fails; answers written so far are kept.
     """
     with _named(source.lines) as path:
         while len(pending := requests.pending()) and not stop.asked:
@@ -109,15 +109,15 @@ def answer_on_cluster(
             except RayError as error:
                 reason = str(error).strip().splitlines()[-1]
                 raise InputError(
-                    f"the Ray cluster failed: {reason}; answers written so far are kept, the same command goes on"
+                    f"the Ray cluster failed: {reason}; answers written so far are kept, the same command continues"
                 ) from error
             if not stop.asked and len(requests.pending()) == len(pending):
-                raise InputError("the Ray cluster took all requests and answered none of them")
+                raise InputError("the Ray cluster processed all requests without answering any")
 
 
 @contextlib.contextmanager
 def _named(lines: BinaryIO) -> Iterator[Path]:
-    """Yield a path under which another process can open the lines: a column's values have no file with a name."""
+    """Yield a path at which another process can open the lines: a temporary copy if the file has no name."""
     if isinstance(lines.name, str):
         yield Path(lines.name).resolve()
         return
@@ -129,7 +129,7 @@ def _named(lines: BinaryIO) -> Iterator[Path]:
 
 
 def _batches(pending: np.ndarray, offsets: np.ndarray, actors: int) -> Iterator[pa.Table]:
-    """Yield the pending lines in the order of the work, in enough batches for all actors."""
+    """Yield the pending lines in running order, in at least one batch per actor if there are enough lines."""
     num_lines = min(BATCH_LINES, math.ceil(len(pending) / actors))
     for start in range(0, len(pending), num_lines):
         places = pending[start : start + num_lines]
@@ -138,7 +138,7 @@ def _batches(pending: np.ndarray, offsets: np.ndarray, actors: int) -> Iterator[
 
 def _messages(replicas: Replicas, config: ActorConfig, path: Path, batches: Iterator[pa.Table]) -> Generator[dict]:
     """Yield the actors' messages as they come."""
-    ray.data.DataContext.get_current().target_max_block_size = 1  # each message at once, not 128 MiB of them together
+    ray.data.DataContext.get_current().target_max_block_size = 1  # pass each message on, instead of 128 MiB at once
     common = {"batch_size": 1, "batch_format": "pyarrow"}
     dataset = ray.data.from_arrow(list(batches)).map_batches(
         read_lines,  # pyright: ignore[reportArgumentType] (Ray's types leave out fn_args)
@@ -148,7 +148,7 @@ def _messages(replicas: Replicas, config: ActorConfig, path: Path, batches: Iter
         concurrency=1,
         **common,
     )
-    with warnings.catch_warnings():  # for max_task_retries Ray has no other name yet; setup.py says which Ray that is
+    with warnings.catch_warnings():  # max_task_retries is deprecated without a successor in the Ray of setup.py
         warnings.simplefilter("ignore", DeprecationWarning)
         dataset = dataset.map_batches(
             Actor,
@@ -165,6 +165,7 @@ def _messages(replicas: Replicas, config: ActorConfig, path: Path, batches: Iter
 
 
 def _take(requests: PendingRequests, message: dict) -> None:
+    """Write a message's answers and count its tokens. Raise InputError for a message with an error."""
     if message["error"]:
         raise InputError(message["error"])
     if message["note"]:
@@ -176,7 +177,7 @@ def _take(requests: PendingRequests, message: dict) -> None:
 
 
 class Actor:
-    """An executor with a model of its own, for batch after batch."""
+    """A Ray actor with its own model and executor, which answers one batch after another."""
 
     def __init__(self, config: ActorConfig):
         self.config, self.error = config, ""
@@ -184,11 +185,11 @@ class Actor:
             self.llm = LLM.from_arguments(config.llm)
             load_weights(self.llm, config.layer_bytes)
             self.read = LineReader(config.rules, self.llm.codec)
-        except InputError as error:  # sent with the first batch: Ray starts an actor that raises again and again
+        except InputError as error:  # sent with the first batch: Ray would restart an actor that raises, without end
             self.error = _located(error)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        """Yield the messages of a batch [1 row, LINES]; the same ones when it is done again, as Ray asks of retries."""
+        """Yield the messages of a batch [1 row, LINES]; a repeated batch gives the same ones, as Ray requires."""
         if self.error:
             yield _message(error=self.error)
             return
@@ -218,8 +219,8 @@ class Actor:
 
 
 class RemoteBatch(PendingRequests):
-    """The lines of a batch; answers and progress are sent on in messages. The job looks after the rest: the input, the
-    forecast, changes of policy."""
+    """The lines of an actor's batch, which sends answers and progress in messages.
+    The job itself checks the input, estimates the time left and changes the policy."""
 
     def __init__(self, llm: LLM, read: LineReader, config: ActorConfig, row: dict, send: Callable[[pa.Table], None]):
         self.llm, self.config, self.send = llm, config, send
@@ -271,19 +272,20 @@ class RemoteBatch(PendingRequests):
         self.send(_message(note=text))
 
     def flush(self) -> None:
-        """Send what has come since the last message."""
+        """Send answers and progress since the last message."""
         shared = self.llm.num_shared
         self.send(_message(self._answered, self._generated, shared - self._shared))
         self._answered, self._generated, self._shared = [], 0, shared
 
 
 def _located(error: InputError) -> str:
+    """Return the error's text with the name of this machine."""
     return f"on {socket.gethostname()}: {error}"
 
 
 def _message(
     answered: Sequence[Answered] = (), generated: int = 0, shared: int = 0, note: str = "", error: str = ""
 ) -> pa.Table:
-    """Return a table [1 row, MESSAGE]."""
+    """Return a message as a table [1 row, MESSAGE]."""
     columns = zip(*answered, strict=True) if answered else [()] * len(Answered._fields)
     return pa.table([*([column] for column in columns), [generated], [shared], [note], [error]], MESSAGE)

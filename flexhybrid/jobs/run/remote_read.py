@@ -1,12 +1,12 @@
-"""Reads batches of a job's input in a Ray worker, which imports no more than this for it: torch takes seconds."""
+"""Reads batches of a job's input in a Ray worker. A module of its own, as importing torch would take seconds."""
 
 from pathlib import Path
 
 import pyarrow as pa
 
-#: A batch before it is read: line numbers, and the byte of the input at which each line starts and ends.
+#: A batch before it is read: line numbers, and the first byte and the end of each line in the input.
 BATCH = pa.schema([(name, pa.list_(pa.int64())) for name in ("numbers", "starts", "ends")])
-#: A batch after it is read.
+#: A batch after it is read: line numbers and lines.
 LINES = pa.schema([("numbers", pa.list_(pa.int64())), ("lines", pa.list_(pa.large_binary()))])
 
 

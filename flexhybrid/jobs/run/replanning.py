@@ -1,11 +1,11 @@
-"""Searches again, while a batch runs, if measurements depart from the prediction for long.
+"""Searches for a better policy during a batch if measured times or answer lengths differ from the prediction.
 
-A batch under the new policy then follows the running one, in the same job, with the weights in place. Running requests
-move to it with their tokens and recomputed contexts, or end in their old blocks while places stay empty, whichever
-costs less. The gain must exceed the cost. Tokens are those of any other policy.
+The search runs in a second process. If its policy saves enough time, a new batch with that policy follows in the same
+job; the weights stay in place. The running requests either move to the new batch with recomputed contexts, or end in
+the old batch while no requests join, whichever costs less. The tokens do not depend on the policy.
 
-The first iterations of a job are its trial: they correct the lines of the machine's record, and if times differ from
-the prediction the search runs once more, early (``Replanner._try``).
+The first iterations of a job are a trial: they correct the lines of the machine's record. If times differ from the
+prediction, the search runs once more, early in the job (``Replanner._try``).
 """
 
 from __future__ import annotations
@@ -35,44 +35,44 @@ from sim.correction import corrected, in_words, resource_ratios
 from sim.queue_clock import QueueRun, price_queue
 from sim.queue_counts import RunIntervals
 
-PARTED = 1.1  #: ratio of measured seconds, or answers, to the prediction that counts as a difference
-WINDOW_S, WINDOW_ITERATIONS = 20.0, 16  #: least iterations of a window
-WINDOWS = 3  #: consecutive windows that must differ to one side; a batch's first one does not count
-LEAST_ANSWERS = 64  #: ended answers before their lengths count
-LEAST_GAIN = 0.1  #: least share of the remaining seconds that a new policy must save, cost included
-MOST_CHANGES, MOST_SEARCHES = 3, 6  #: of a job
-ACT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  #: shares of mixes that are priced with the search's result
-SEARCH_S = 90.0  #: seconds of a search during a batch: a third for each length of requests
-SETTLED, TRIED, TRIED_S = 2, 6, 0.5  #: iterations of a job's trial, and their least seconds
-TRIAL_SHARE, TRIAL_S, LEAST_TRIAL_S = 0.05, 20.0, 1.5  #: shares of the job for a search after the trial: most and least
+PARTED = 1.1  #: ratio of measured to predicted seconds, or answer lengths, above which they differ
+WINDOW_S, WINDOW_ITERATIONS = 20.0, 16  #: least seconds and iterations of a window of measurements
+WINDOWS = 3  #: number of consecutive windows that must differ in one direction; a batch's first one does not count
+LEAST_ANSWERS = 64  #: number of ended answers from which their lengths are used
+LEAST_GAIN = 0.1  #: least share of the remaining seconds that a new policy must save, after the cost of the change
+MOST_CHANGES, MOST_SEARCHES = 3, 6  #: per job
+ACT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  #: ACT shares of mixes that are priced along with the search's result
+SEARCH_S = 90.0  #: limit of a search during a batch: a third for each of three request lengths
+SETTLED, TRIED, TRIED_S = 2, 6, 0.5  #: the trial's first and last iteration, and its least seconds
+#: Limits of the search after the trial: share of the predicted job, most seconds, and least seconds for a trial at all.
+TRIAL_SHARE, TRIAL_S, LEAST_TRIAL_S = 0.05, 20.0, 1.5
 
 
 @dataclass(frozen=True)
 class Change:
-    """A policy for the waiting requests, and the reason for the search."""
+    """A new policy for the waiting requests, and the reason for the search."""
 
     policy: Policy
     run: QueueRun
     reason: str
-    moves: bool  #: running requests move to it; otherwise they end before it
+    moves: bool  #: whether running requests move to the new batch, or end in the old one
 
 
 class Watch:
-    """Detects that a batch has left its prediction."""
+    """Detects that a batch differs from its prediction."""
 
     def __init__(self):
         self.begin(0)
 
     def begin(self, iteration: int) -> None:
-        """Start over, with a window in which a batch settles."""
+        """Forget all windows; the next one, in which the batch settles, will not count."""
         self.first, self.settled = iteration, False
-        self.before: list[dict[LineKey, LineTimes]] = []  #: the lines' times before the latest windows, and after
-        self.slower: list[float] = []  #: of the latest windows, ratio to the prediction
-        self.longer: list[float] = []  #: the same ratio of the waiting requests' answers
+        self.before: list[dict[LineKey, LineTimes]] = []  #: the lines' times between the latest windows
+        self.slower: list[float] = []  #: measured over predicted time in the latest windows
+        self.longer: list[float] = []  #: expected over assumed length of the waiting requests' answers, likewise
 
     def look(self, outlook: Outlook) -> str | None:
-        """Take the end of an iteration; return in words what differed from the prediction for WINDOWS windows, or
-        None."""
+        """Note the end of an iteration; return a text about a difference over WINDOWS windows, or None."""
         now = outlook.num_iterations
         if now - self.first < WINDOW_ITERATIONS or outlook.ends[now] - outlook.ends[self.first] < WINDOW_S:
             return None
@@ -99,31 +99,30 @@ def parted(ratios: list[float]) -> bool:
 
 
 class Replanner:
-    """Watches the batches of a job with a searched policy. ``trials``: whether the first iterations correct record and
-    search."""
+    """Watches the batches of a job whose policy was searched, and searches again if they differ from the prediction.
+    ``run``: the policy's prediction. ``trials``: whether the job's first iterations are a trial."""
 
     def __init__(self, llm: LLM, run: QueueRun, max_batch: int | None = None, trials: bool = True):
         self.llm, self.run, self.watch = llm, run, Watch()
         self.max_batch = max_batch  #: the user's limit of requests at a time; None: any number
-        self.change: Change | None = None  #: that waits for the end of the batch
+        self.change: Change | None = None  #: the change to make after the running batch
         self.num_changes = self.num_searches = 0
-        self.hardware = llm.problem.hardware  #: as it was measured so far
-        self.trial: str | None = None  #: what it changed, in words
+        self.hardware = llm.problem.hardware  #: with the corrections so far
+        self.trial: str | None = None  #: description of the trial's corrections
         self._search: Thread | None = None
-        self._process: Popen | None = None  #: that searches
+        self._process: Popen | None = None  #: of the search
         limit_s = min(TRIAL_S, TRIAL_SHARE * run.total_s)
         self._trial_s = limit_s if trials and self.hardware and limit_s >= LEAST_TRIAL_S else 0.0  #: 0: no trial
-        self._before: dict[LineKey, LineTimes] = {}  #: the trial
+        self._before: dict[LineKey, LineTimes] = {}  #: the lines' times before the trial
 
     def look(self, outlook: Outlook) -> None:
-        """Take the end of an iteration; search in a separate thread after the trial, and after a long difference from
-        the prediction."""
+        """Note the end of an iteration; start a search after the trial, or after a long difference."""
         if self.change or self.num_changes == MOST_CHANGES or self.num_searches == MOST_SEARCHES:
             return
         if self._search:
             if self._search.is_alive():
                 return
-            self._search = None  # which used a part of the machine: times measured meanwhile do not count
+            self._search = None  # the search used the CPU: times measured meanwhile do not count
             outlook.pace = self.run.pace or outlook.pace
             self.watch.begin(outlook.num_iterations)
         if self._trial_s:
@@ -138,8 +137,8 @@ class Replanner:
         self._ask(outlook, hardware, since, SEARCH_S)
 
     def _try(self, outlook: Outlook) -> None:
-        """Take the end of one of the first iterations. After the trial, correct the record's lines, and search again
-        if times differ."""
+        """Note the end of one of the first iterations. At the trial's end, correct the record's lines.
+        Search again if times differ from the prediction by more than a factor of PARTED."""
         now = outlook.num_iterations
         if now <= SETTLED:
             self._before = outlook.line_times()
@@ -160,9 +159,9 @@ class Replanner:
     def _measured(
         self, outlook: Outlook, before: dict[LineKey, LineTimes], slower: float
     ) -> tuple[Hardware | None, str]:
-        """Return the machine with the lines' times since ``before``, and the changes in words. Without measured lines
-        (a GPU times those of a batch's first iterations alone), the resource that limits the run takes ``slower`` times
-        as long."""
+        """Return the machine corrected by the lines' times since ``before``, and a description of the changes.
+        Without measured lines (a GPU measures only a batch's first iterations), the times of the resource that limits
+        the run are multiplied by ``slower``."""
         times = self._times(outlook, before)
         if self.hardware is None or times:
             hardware = self.hardware and corrected(self.hardware, [(self.llm.settled_policy, times)])
@@ -177,8 +176,7 @@ class Replanner:
         return {key: of for key, of in times.items() if of.tasks}
 
     def _ask(self, outlook: Outlook, hardware: Hardware | None, reason: str, limit_s: float) -> None:
-        """Search for the queued requests, if any, in a separate thread. The outlook then assumes the search's answer
-        lengths."""
+        """Start a search for the waiting requests, if any, in a thread. The outlook takes their new answer lengths."""
         waits, answers = outlook.waiting()
         if not len(waits):
             return
@@ -192,10 +190,10 @@ class Replanner:
         self._search.start()
 
     def made(self) -> Change:
-        """Take the change as made. Raise ValueError without one."""
+        """Return the change and count it as made. Raise ValueError without one."""
         change, self.change = self.change, None
         if change is None:
-            raise ValueError("there is nothing to change")
+            raise ValueError("there is no change to make")
         self.run, self.num_changes, self._search = change.run, self.num_changes + 1, None
         self.watch.begin(0)
         return change
@@ -209,14 +207,14 @@ class Replanner:
         reason: str,
         limit_s: float,
     ) -> None:
-        """Search for a policy that finishes sooner, on the machine as measured. ``rest``: of the running requests;
-        ``longest``: tokens of the longest request."""
+        """Search for a policy that ends sooner on the machine ``hardware``; set ``change`` if the gain is large enough.
+        ``rest``: ``Outlook.rest``. ``longest``: tokens of the longest request."""
         began, problem, current = time.monotonic(), self.llm.problem, self.llm.settled_policy
         problem = replace(problem, hardware=hardware)
         try:
             now = price_queue(problem, current, waiting, MOST_AT_A_TIME)
             policy, run = self._best(problem, current, waiting, limit_s)
-        except InputError:  # nothing else fits
+        except InputError:  # no other policy fits
             return
         self.hardware, self.run = hardware, now
         costs = ChangeCosts(0.0, 0.0, 0.0)
@@ -228,13 +226,13 @@ class Replanner:
             self.change = Change(policy, run, reason, moves)
 
     def _best(self, problem: Problem, current: Policy, waiting: Workload, limit_s: float) -> tuple[Policy, QueueRun]:
-        """Return the policy of ``auto`` for them, with the weights in place, and its run.
+        """Return the best policy for the waiting requests with the same weights on the device, and its run.
 
-        A separate process searches: a thread would delay the lanes, through the interpreter's lock, for three times as
-        long. Raise InputError if nothing fits, or the search was ended.
+        A separate process searches: a thread would hold Python's interpreter lock, and delay the lanes for three times
+        as long. Raise InputError if nothing fits, or if the search was ended.
         """
         if problem.hardware is None:
-            raise InputError("nothing is known of the machine")
+            raise InputError("the machine has no profile")
         share = current.weights.device
         settings = auto_settings(problem.hardware, waiting, weights_device=share, margin=0.0, time_limit=limit_s / 3)
         settings = replace(settings, max_batch=min(settings.max_batch, self.max_batch or settings.max_batch))
@@ -250,21 +248,22 @@ class Replanner:
         return pickle.loads(found)
 
     def end(self) -> None:
-        """End a search that is under way."""
+        """End a running search."""
         if self._process:
             self._process.kill()
 
 
 def other_mixes(policy: Policy) -> list[Policy]:
-    """Return the policy with other mixes of KV and ACT in host memory, with the most requests that fit. The search
-    takes requests of one length: with little memory, the longest ones need more room than it assumes."""
+    """Return the policy with each of ACT_SHARES in host memory, for all requests that fit.
+    They complement the search, which assumes requests of one length: with little memory, the longest requests need more
+    room than it assumes."""
     plain = replace(policy, attention="device", hidden="device", max_batch=None)
     shares = [{"kv@host": 1.0 - act, "act@host": act} for act in ACT_SHARES]
     return [replace(plain, name="searched", cache={k: v for k, v in mix.items() if v}) for mix in shares]
 
 
 def can_return(problem: Problem, policy: Policy, tokens: int) -> bool:
-    """Return whether a request's context of about this many tokens can be recomputed within the budgets."""
+    """Return whether a context of ``tokens`` tokens can be recomputed within the budgets."""
     with suppress(InputError):
         check_longest(problem, policy, Workload.uniform(1, tokens, 1))
         return may_grow(policy)

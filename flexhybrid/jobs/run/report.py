@@ -1,4 +1,4 @@
-"""The files that a run writes on request: a trace of its first wave, and a page about the run."""
+"""The optional files of a run: a trace of its first wave, and a report page."""
 
 import contextlib
 import json
@@ -14,19 +14,19 @@ from sim import virtual_clock
 
 
 def clocks(trace: list[TraceEvent], hardware: Hardware | None) -> dict[str, list[TraceEvent]]:
-    """Return the traces by clock: "predicted", the virtual clock's of the same tasks, if the machine is known, and
-    "measured". Empty without a trace."""
+    """Return the trace as "measured", and as "predicted" the virtual clock's trace of the same tasks.
+    Without a profile for all tasks, "predicted" is missing; without a trace, the result is empty."""
     if not trace:
         return {}
     traces = {"measured": trace}
     if hardware is not None:
-        with contextlib.suppress(InputError):  # a machine without a line for one of the policy's verbs
+        with contextlib.suppress(InputError):  # the profile lacks one of the policy's verbs
             traces = {"predicted": virtual_clock.run((event.task for event in trace), hardware)} | traces
     return traces
 
 
 def refusal_codes(errors: Path) -> Counter:
-    """Return error code -> number of lines of a file of answers with it."""
+    """Return error code -> number of refused lines in a file of answers."""
     codes: Counter = Counter()
     with file_errors(f"read {errors}"), open(errors, "rb") as file:
         for raw in file:
@@ -44,8 +44,8 @@ def write_report(
     traces: dict[str, list[TraceEvent]],
     lanes: dict[str, LaneTimes],
 ) -> None:
-    """Write a Markdown page: the ``printed`` lines, the manifest, reasons of refused lines, a decode step's times in
-    the first wave, and its lanes' threads. Raise InputError if it cannot be written."""
+    """Write a Markdown page: printed lines, manifest, error codes, a decode step's times, and times of the threads.
+    ``traces``, ``lanes``: of the first wave. Raise InputError if the page cannot be written."""
     lines = ["# A run of flexhybrid", "", *(f"    {text}" for text in printed), "", "## What the results depend on", ""]
     lines += ["```json", json.dumps(manifest, indent=1), "```"]
     if refusals:
@@ -59,7 +59,7 @@ def write_report(
 
 
 def _step_table(traces: dict[str, list[TraceEvent]]) -> list[str]:
-    """Return the rows of a decode step's breakdown, a column a clock."""
+    """Return a decode step's breakdown as lines of a Markdown table, with a column for each clock."""
     steps = {clock: breakdown(trace) for clock, trace in traces.items()}
     lines = [f"| quantity | unit | {' | '.join(steps)} |", "| --- | --- |" + " ---: |" * len(steps)]
     for row in flat_rows([{"policy": "", "predicted": steps["measured"], **steps}]):

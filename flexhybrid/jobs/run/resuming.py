@@ -1,4 +1,4 @@
-"""Continues the job of an earlier run, if all that its results depend on is the same."""
+"""Continues the job of an earlier run, if everything that decides its results is the same."""
 
 import time
 from collections.abc import Callable
@@ -17,27 +17,28 @@ from flexhybrid.jobs.run.opening import earlier_numbers
 from flexhybrid.llm import LLM
 from flexhybrid.structured_outputs import grammar_version
 
-VERSIONED = {"flexhybrid": flexhybrid, "torch": torch, "transformers": transformers}  #: named in the manifest
+VERSIONED = {"flexhybrid": flexhybrid, "torch": torch, "transformers": transformers}  #: with versions in the manifest
 
 
 def resume(lines: JobLines, settle: Callable[[], None], say: Callable[[str], None]) -> dict:
-    """Continue an earlier run of this job, or start over if that loses nothing; return the manifest. Raise InputError
-    for another job's output. ``settle`` chooses the policy, after all checks that need none."""
+    """Continue an earlier run of this job, or start over if that loses no answers; return the manifest.
+    ``settle`` chooses the policy; it is called after all checks that need no policy. Raise InputError if the output
+    belongs to another job."""
     options, llm, files = lines.options, lines.llm, lines.files.values()
     earlier = load_manifest(options.output)
     given_input = {"sha256": lines.index.sha256, "lines": lines.index.num_lines}
     used = [file.path for file in files if not file.is_empty]
-    begins_anew = options.restart or not used or bool((earlier or {}).get(NOTHING_SERVED))
+    starts_over = options.restart or not used or bool((earlier or {}).get(NOTHING_SERVED))
     states, num_tokens = lines.states.copy(), np.zeros(lines.index.num_lines, np.int32)
-    if not begins_anew and earlier and earlier.get("input") == given_input:
+    if not starts_over and earlier and earlier.get("input") == given_input:
         for file in files:
             file.check(states, num_tokens)
         lines.learn(states, num_tokens)
     manifest = now = _identity(lines, given_input)
-    if not begins_anew:
+    if not starts_over:
         if earlier is None:
             raise InputError(
-                f"{used[0]} holds something, but no manifest is next to {options.output}: it was not written by a "
+                f"{used[0]} is not empty, but there is no manifest next to {options.output}: it was not written by a "
                 "run, or the manifest was removed; choose another output, or overwrite it with --overwrite"
             )
         if llm.policy is None:  # the search chooses these two, after the machine is measured
@@ -50,10 +51,10 @@ def resume(lines: JobLines, settle: Callable[[], None], say: Callable[[str], Non
         manifest = earlier
     settle()
     now["numbers"] = _numbers(llm)
-    if begins_anew:
+    if starts_over:
         if (left := (earlier or {}).get("errors")) and left != now["errors"]:
-            # Its folder is unknown: a file of that name may be another job's.
-            say(f"restarted  the run before kept its refused lines in {left}, which is left as it is")
+            # The manifest does not name its folder: a file of that name may be another job's.
+            say(f"restarted  {left}, with the refused lines of the run before, is left as it is")
         for file in files:
             file.clear()
         save_manifest(options.output, now)
@@ -66,9 +67,9 @@ def resume(lines: JobLines, settle: Callable[[], None], say: Callable[[str], Non
 
 
 def _follow_input(lines: JobLines, earlier: dict, now: dict, say: Callable[[str], None]) -> None:
-    """Keep the answers to lines that the changed input still has, at their new places. Raise InputError if it has
-    none of them: it is another input. The manifest names no input meanwhile, so that a run after a kill repeats
-    this."""
+    """Keep the answers to lines that the changed input still has, under their new line numbers.
+    Raise InputError if it has none of them. While answers are moved, the manifest names no input, so that a run after a
+    kill repeats the move."""
     output = lines.options.output
     offsets, places = lines.answers.places_in(lines.source.digests())
     num_kept, num_gone = int((places >= 0).sum()), int((places < 0).sum())
@@ -81,11 +82,11 @@ def _follow_input(lines: JobLines, earlier: dict, now: dict, say: Callable[[str]
     earlier["input"] = now["input"]
     save_manifest(output, earlier)
     gone = f"; {counted(num_gone, 'answer')} to lines that are not in it any more: {beside}" if num_gone else ""
-    say(f"changed    the input was changed: {counted(num_kept, 'answer')} kept{gone}; other lines are answered now")
+    say(f"changed    the input was changed: {counted(num_kept, 'answer')} kept{gone}; new lines are answered now")
 
 
 def _identity(lines: JobLines, given_input: dict) -> dict:
-    """Return what the results depend on; a run that continues this one must agree in it."""
+    """Return the manifest: everything that decides the results. A run that continues this one must agree with it."""
     options, llm, chat = lines.options, lines.llm, asdict(lines.source.rules.chat)
     return {
         "created": int(time.time()),
@@ -101,6 +102,7 @@ def _identity(lines: JobLines, given_input: dict) -> dict:
 
 
 def _numbers(llm: LLM) -> dict:
+    """Return the settings that decide rounding and the attended tokens, as plain JSON."""
     bits = llm.policy.bits if llm.policy else None
     return {
         "dtype": llm.problem.dtype,

@@ -1,4 +1,4 @@
-"""The process of a search beside a running batch: what is asked comes on stdin, what is found goes to stdout."""
+"""A process that searches during a running batch: it reads the arguments from stdin and writes the result to stdout."""
 
 import pickle
 import sys

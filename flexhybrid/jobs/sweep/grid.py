@@ -1,4 +1,4 @@
-"""Grids of settings: a JSON or TOML file of keys and values, checked, and all combinations of them as points."""
+"""Reads a grid, a JSON or TOML file with values for each key, and combines the values into points."""
 
 import itertools
 import json
@@ -11,17 +11,18 @@ from typing import Any
 from flexhybrid.core.errors import InputError, file_errors, is_integer, shown, unknown
 from flexhybrid.core.files import load_json, named_once
 
-#: Returns the usable value for a grid file's value; raises InputError with the reason otherwise.
+#: Converts a value of a grid file; raises InputError with the reason if it cannot be used.
 Checker = Callable[[Any], Any]
 
 MAX_POINTS = 5_000_000
 
 
 def read_points(path: str | Path, keys: dict[str, Checker], required: Sequence[str] = ()) -> list[dict]:
-    """Read and check a grid file: {key: value or list of values}, and optionally "grids", a list of such tables.
+    """Return the points of a grid file {key: value or list of values}, each once.
 
-    Keys outside "grids" hold for each of them unless it sets its own. Return all combinations once, the last key
-    fastest, grid by grid. Raise InputError naming file, key and value, and for more than MAX_POINTS.
+    The key "grids" may have a list of such tables; keys outside of it are defaults for each of them. The points are all
+    combinations of a table's values, the last key varying fastest. Raise InputError that names file, key and value
+    for a wrong value, and for more than MAX_POINTS.
     """
     data = _parse(Path(path))
     several = data.pop("grids", [{}])
@@ -37,13 +38,13 @@ def read_points(path: str | Path, keys: dict[str, Checker], required: Sequence[s
             raise InputError(f"{where}it has no keys; known: {', '.join(sorted(keys))}")
         grids.append(axes)
     if (count := sum(math.prod(map(len, axes.values())) for axes in grids)) > MAX_POINTS:
-        raise InputError(f"{path}: {count:,} points; a sweep takes at most {MAX_POINTS:,}. Split the grid in several.")
+        raise InputError(f"{path}: {count:,} points; a sweep takes at most {MAX_POINTS:,}. Split the grid.")
     combined = (dict(zip(axes, values, strict=True)) for axes in grids for values in itertools.product(*axes.values()))
     return list({json.dumps(point, sort_keys=True): point for point in combined}.values())
 
 
 def positive_integer(value) -> int:
-    """Return a whole number >= 1; 8.0 counts as 8."""
+    """Return the value as an integer; 8.0 counts as 8. Raise InputError if it is not a whole number >= 1."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not is_integer(value) or value < 1:
@@ -52,7 +53,7 @@ def positive_integer(value) -> int:
 
 
 def one_of(subject: str, names: Sequence[str]) -> Checker:
-    """Return a checker for one of ``names``; its error lists the nearest."""
+    """Return a checker that accepts only ``names``; its error suggests similar ones."""
 
     def check(value):
         if not isinstance(value, str) or value not in names:
@@ -63,7 +64,7 @@ def one_of(subject: str, names: Sequence[str]) -> Checker:
 
 
 def _dotted(table: dict) -> dict:
-    """Return a table without tables in it: {"bits": {"kv": 8}}, as TOML reads bits.kv, is {"bits.kv": 8}."""
+    """Return a table with nested keys joined: {"bits": {"kv": 8}}, as TOML reads bits.kv, becomes {"bits.kv": 8}."""
     flat = {}
     for key, value in table.items():
         inner = _dotted(value) if isinstance(value, dict) else {}
@@ -72,7 +73,7 @@ def _dotted(table: dict) -> dict:
 
 
 def _axis(where: str, key: str, value, keys: dict[str, Checker]) -> tuple:
-    """Return the checked values of a key, each once."""
+    """Return the checked values of a key, each once. Raise InputError, which begins with ``where``, for a wrong one."""
     if key not in keys:
         raise InputError(f"{where}{unknown('key', key, sorted(keys))}")
     values = value if isinstance(value, list) else [value]
@@ -91,7 +92,7 @@ def _axis(where: str, key: str, value, keys: dict[str, Checker]) -> tuple:
 
 
 def _parse(path: Path) -> dict:
-    """Read the table of a JSON or TOML file. Raise InputError with line and column if it is broken."""
+    """Return the table of a JSON or TOML file. Raise InputError with line and column for a syntax error."""
     if path.suffix.lower() not in (".json", ".toml"):
         raise InputError(f"{path}: a grid is a .json or .toml file, not {path.suffix or 'one without a suffix'}")
     if path.suffix.lower() == ".toml":
@@ -104,10 +105,12 @@ def _parse(path: Path) -> dict:
 
 
 def _no_constant(name: str):
-    raise ValueError(f"{name} is not a number that a grid can hold")
+    """Refuse JSON's NaN and Infinity."""
+    raise ValueError(f"{name} is not allowed in a grid")
 
 
 def _load_toml(path: Path) -> dict:
+    """Return the table of a TOML file. Raise InputError with line and column for a syntax error."""
     with file_errors(f"read grid {path}"):
         content = path.read_text(encoding="utf-8-sig")
     try:

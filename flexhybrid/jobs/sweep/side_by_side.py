@@ -1,4 +1,4 @@
-"""Compares runs as a table or a picture: systems, and the values of one field."""
+"""Compares predicted runs of several systems, or several values of one field, as a table or a figure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,24 +23,24 @@ from flexhybrid.jobs.simulate import (
 from policy_search.systems import Setting, System, dropped, parse
 from sim.simulate import SimulatedRun
 
-LOSSY = "changes the tokens"  #: said of a system that does
-#: Fields that can be varied -> what reads a value of theirs.
+LOSSY = "changes the tokens"  #: note on a lossy system
+#: Field that can be varied -> function that converts a value's text.
 VARIED: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(POINT, str), **dict.fromkeys(LENGTHS, int), **dict.fromkeys(RATES, float)
 }  # fmt: skip
-MOST_LINES = 10  #: in one picture: as many as there are colours
+MOST_LINES = 10  #: lines of a figure, the number of colours
 FORMATS = (".png", ".pdf", ".svg")
 
 
 class Varied(NamedTuple):
-    """A field of the setting, and its values."""
+    """A field of a point, and the values to compare."""
 
     field: str
     values: tuple
 
 
 class SystemRun(NamedTuple):
-    """The predicted run of a point, or why it cannot run."""
+    """The predicted run of a point, or the reason why it cannot run."""
 
     point: Mapping
     setting: Setting | None = None
@@ -53,7 +53,7 @@ class SystemRun(NamedTuple):
         return self.point["system"]
 
     def to_dict(self, field: str | None) -> dict:
-        """Plain JSON; ``field``: of the point, that is varied."""
+        """Return plain JSON. ``field``: the varied field, whose value is included; None: none."""
         row = {"system": self.system} | ({field: self.point[field]} if field else {})
         if self.run is None or self.setting is None:
             return row | {"error": self.error}
@@ -61,19 +61,21 @@ class SystemRun(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """0 for a point that does not run."""
+        """Rate of generated tokens; 0 if the point cannot run."""
         return self.run.tokens_per_s if self.run else 0.0
 
     @property
     def remarks(self) -> str:
-        """Return the remark on a run; "" for a system that does not run."""
-        row = self.run and self.run.to_dict()
-        said = row and [LOSSY * (not row["lossless"]), dropped(self.system, row["policy"]["attention"])]
-        return "; ".join(filter(None, said or ()))
+        """Notes on the run; "" if the point cannot run."""
+        if not self.run:
+            return ""
+        row = self.run.to_dict()
+        notes = [LOSSY * (not row["lossless"]), dropped(self.system, row["policy"]["attention"])]
+        return "; ".join(filter(None, notes))
 
 
 def varied_of(text: str) -> Varied:
-    """Read FIELD=VALUE,VALUE,…. Raise InputError for an unknown field, and for a value that it cannot have."""
+    """Parse FIELD=VALUE,VALUE,…. Raise InputError for an unknown field or an impossible value."""
     field, equals, rest = (part.strip() for part in text.partition("="))
     field = field.removeprefix("--").replace("-", "_")
     if field not in VARIED:
@@ -95,7 +97,7 @@ def answers(points: Iterable[Mapping], workload: Workload | None = None, note: N
             found.append(SystemRun(point, *run_point(point, workload, note)))
         except InputError as error:
             found.append(SystemRun(point, error=str(error)))
-        note = None  # said once
+        note = None  # only the first point prints notes
     return found
 
 
@@ -106,8 +108,8 @@ def side_by_side(
     workload: Workload | None = None,
     note: Note | None = None,
 ) -> list[SystemRun]:
-    """Return a run of every system at every value of the field that is varied. Raise InputError where none can run, and
-    for a name that is none of a system."""
+    """Return a run of every system at every value of the varied field.
+    Raise InputError for an unknown system, and if no run is possible."""
     for text in systems:
         if not is_policy_file(text):
             parse(text)
@@ -119,7 +121,7 @@ def side_by_side(
 
 
 def describe_answers(found: list[SystemRun], varied: Varied | None) -> str:
-    """Return a table: of one field's values, tokens/s of each system; without one, a line a system."""
+    """Return a table as text: a row per value with the tokens/s of each system, or without a field a row per system."""
     table = _by_value(found, varied) if varied else _by_system(found)
     runs = [answer.run.to_dict() for answer in found if answer.run]
     on_device = [run["kept_weights"]["device"] for run in runs]
@@ -169,24 +171,24 @@ def _costs_text(answer: SystemRun) -> str:
 
 
 def check_plot(path: Path | None, field: str | None, remedy: str = "name it, like --vary batch=1,2,4,8") -> None:
-    """Raise InputError for a picture that cannot be drawn: of no ``field``, with the remedy, or to such a file."""
+    """Raise InputError if ``path`` cannot be a figure, or no ``field`` is varied; ``remedy``: advice for that case."""
     if path is None:
         return
     if field is None:
         raise InputError(f"--plot {path} draws tokens/s over one field: {remedy}")
     if path.suffix.lower() not in FORMATS:
-        raise InputError(f"--plot {path}: a picture is a {', '.join(FORMATS)} file")
+        raise InputError(f"--plot {path}: a figure is a {', '.join(FORMATS)} file")
     check_new_file(path)
 
 
 def plot(found: list[SystemRun], varied: Varied, title: str, path: Path) -> None:
-    """Draw tokens/s over the values of the field, one line a system."""
+    """Draw tokens/s over the values of the field, with a line per system."""
     rows = [(answer.system, answer.point[varied.field], answer.tokens_per_s) for answer in found if answer.run]
     draw_rows(rows, varied.field, title, path)
 
 
 def draw_rows(rows: Sequence[tuple[str, Any, float]], field: str, title: str, path: Path) -> None:
-    """Draw (series, value of the field, tokens/s), one line a series, of the MOST_LINES fastest."""
+    """Draw rows (series, value of the field, tokens/s), with a line for each of the MOST_LINES fastest series."""
     import pandas as pd
 
     from figures.reproduce import draw

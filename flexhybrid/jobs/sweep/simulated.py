@@ -1,4 +1,4 @@
-"""``flexhybrid sweep``: the fields of a grid file, and the simulation of its points."""
+"""Checks the fields of a sweep's grid file, and simulates its points."""
 
 import csv
 import json
@@ -42,12 +42,12 @@ def _batch(value):
 
 
 def _checked_by(use: Callable[[Any], object]) -> Checker:
-    """Return a checker for values that ``use`` takes; it raises InputError for others."""
+    """Return a checker that accepts a value if ``use(value)`` raises no error."""
     return lambda value: (use(value), value)[1]
 
 
-ANY_POLICY = Policy(cache={"kv@host": 0.5, "act@host": 0.5})
-#: Key of a grid file -> what checks its values.
+ANY_POLICY = Policy(cache={"kv@host": 0.5, "act@host": 0.5})  #: policy on which values of POLICY_FIELDS are tested
+#: Key of a grid file -> checker of its values.
 KEYS = {
     "system": _checked_by(lambda v: Policy.load(v) if isinstance(v, str) and is_policy_file(v) else parse(v)),
     "model": _checked_by(shape_to_simulate),
@@ -66,7 +66,7 @@ REQUIRED = ("system", "model", "hardware", *LENGTHS)
 
 
 def evaluate(points: list[dict]) -> list[dict]:
-    """Return a row for each point; {"error": why} for a point that cannot run."""
+    """Return a row for each point; {"error": reason} for a point that cannot run."""
     return [_row(answer) for answer in answers(points)]
 
 
@@ -89,8 +89,8 @@ def _row(answer: SystemRun) -> dict:
 def sweep_grid(
     grid: Path, out: Path, workers: int | None, fresh: bool, quiet: bool, plot: Path | None = None
 ) -> SweepSummary:
-    """Simulate all points of a grid file into one table, and draw tokens/s over its first key with several numbers.
-    Raise InputError, before any work, for a wrong grid, and for a picture that cannot be drawn or written."""
+    """Simulate all points of a grid file into a table; draw tokens/s over the first key with several numbers.
+    Raise InputError, before any work, for a wrong grid, or a figure that cannot be drawn or written."""
     points = read_points(grid, KEYS, REQUIRED)
     for point in points:
         fields_of(point)
@@ -99,7 +99,7 @@ def sweep_grid(
     check_plot(plot, axis, "give one of the grid's keys several numbers")
     summary = run_sweep(points, out, evaluate, workers, fresh, quiet)
     if plot and axis:
-        own = {tuple(cell(point.get(key)) for key in varied) for point in points}  # the table may have other points
+        own = {tuple(cell(point.get(key)) for key in varied) for point in points}  # the table may have more points
         with open(out, encoding="utf-8", newline="") as table:
             rows = [row for row in csv.DictReader(table) if tuple(row[key] for key in varied) in own]
         found = [row for row in rows if not row["error"]]

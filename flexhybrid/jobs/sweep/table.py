@@ -1,9 +1,9 @@
-"""The sweep job: points of a grid, evaluated on all cores into one CSV table.
+"""Evaluates the points of a grid on all cores into one CSV table.
 
     GRID.json|toml ──read_points──▶ [point, …] ──run_sweep──▶ OUT.csv
 
-It knows no simulator: the caller gives the function that evaluates points (``simulated.evaluate``). Rows are written as
-they come. Points whose rows the table has already are not evaluated again.
+The caller gives the function that evaluates points (``simulated.evaluate``). Rows are written as they come. Points that
+the table already has are not evaluated again.
 """
 
 import csv
@@ -28,32 +28,32 @@ from tqdm import tqdm
 from flexhybrid.core.errors import InputError, check, file_errors, is_integer
 from flexhybrid.core.files import check_new_file, lock_file
 
-#: Takes points, returns a row of plain numbers and text for each; {"error": why} for a point that cannot run.
-#: Importable by name (workers load it).
+#: Returns a row of numbers and texts for each point; {"error": reason} for a point that cannot run. A module's
+#: function, as workers import it by name.
 Evaluate = Callable[[list[dict]], list[dict]]
 
-ERROR = "error"  #: the last column: why a point cannot run
-MAX_PART = 1024  #: points that are evaluated at once
-PARTS = 8  #: of each worker, or more
+ERROR = "error"  #: the last column: reason why a point cannot run
+MAX_PART = 1024  #: most points of a part, which a worker evaluates in one call
+PARTS = 8  #: least parts per worker
 
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """``num_resumed``: points whose rows the table had before. ``num_errors``: rows with a text in column ``error``."""
+    """The counts of a sweep."""
 
     num_points: int
-    num_resumed: int
-    num_errors: int
+    num_resumed: int  #: points that were in the table before
+    num_errors: int  #: rows with a text in column ``error``
     seconds: float
     path: Path
 
 
 class SweepTable:
-    """A CSV file that this process alone writes. Columns: ``keys`` of the points, the results' names, ``error``."""
+    """A locked CSV file with the columns ``keys`` of the points, the names of the results, and ``error``."""
 
     def __init__(self, path: Path, keys: Sequence[str], fresh: bool) -> None:
-        """Open the file and keep its whole rows, unless ``fresh``. Raise InputError if it has other keys, if another
-        sweep writes it, or if it cannot be written."""
+        """Open the file and keep its complete rows, unless ``fresh``.
+        Raise InputError if it has other keys, if another sweep writes it, or if it cannot be written."""
         with file_errors(f"write {path}", "; choose another --out"):
             path.parent.mkdir(parents=True, exist_ok=True)
             check_new_file(path)
@@ -66,7 +66,7 @@ class SweepTable:
         self.cells_of_points: set[tuple[str, ...]] = set()
         self.file.seek(0)
         content = self.file.read()
-        whole = content[: content.rfind(b"\n") + 1]  # a kill may have torn the last row
+        whole = content[: content.rfind(b"\n") + 1]  # without a last row that a kill left incomplete
         try:
             lines = list(csv.reader(io.StringIO(whole.decode(errors="replace"), newline="")))
         except csv.Error:  # another kind of file
@@ -84,7 +84,7 @@ class SweepTable:
             self._count(lines[1:])
 
     def append(self, rows: list[dict]) -> None:
-        """Write rows with the points' keys and flush them. New columns come before ``error``."""
+        """Write and flush rows that include the points' keys. New columns are inserted before ``error``."""
         columns = [*dict.fromkeys(name for name in itertools.chain(self.columns, *rows) if name != ERROR), ERROR]
         if columns != self.columns or not self.cells_of_points:
             self.file.seek(0)
@@ -117,9 +117,9 @@ def run_sweep(
 ) -> SweepSummary:
     """Evaluate every point that the table ``out`` does not have yet; write the rows in the points' order.
 
-    ``workers``: processes (None: all cores; 1: this process); ``fresh``: overwrite the table; ``quiet``: no progress
-    bar. Raises InputError before any work for a wrong output or number of workers and for a table of other keys, and
-    where a worker process dies.
+    ``workers``: number of processes (None: all cores; 1: only this process). ``fresh``: overwrite the table.
+    ``quiet``: no progress bar. Raise InputError, before any work, for a wrong output or number of workers or a table
+    with other keys; and if a worker process dies.
     """
     began = time.perf_counter()
     if workers is None:
@@ -139,13 +139,13 @@ def run_sweep(
                 bar.update(len(rows))
     except BrokenProcessPool:
         raise InputError(
-            f"sweep stopped: a worker process died; was memory short? The same command computes what {out} lacks"
+            f"sweep stopped: a worker process died, perhaps for lack of memory. The same command continues {out}"
         ) from None
     return SweepSummary(len(points), len(points) - len(todo), table.num_errors, time.perf_counter() - began, out)
 
 
 def cell(value) -> str:
-    """Return a value as the table holds it, in one line; nothing for None and NaN."""
+    """Return a value as the one-line text of a table cell; "" for None and NaN."""
     return "" if value is None or value != value else str(value).replace("\n", " ")
 
 
@@ -155,7 +155,7 @@ def _evaluated(
 ) -> Iterator[Iterator[tuple[list[dict], list[dict]]]]:
     """Yield an iterator over (points, their rows), part by part.
 
-    Worker processes compute them and end with the block. They are spawned, not forked: this process may have threads.
+    Worker processes, which end with the block, compute the rows. They are spawned, as this process may have threads.
     """
     size = min(MAX_PART, math.ceil(len(points) / (PARTS * workers))) or 1
     parts = [points[start : start + size] for start in range(0, len(points), size)]
@@ -163,7 +163,7 @@ def _evaluated(
         yield zip(parts, map(evaluate, parts), strict=True)
         return
     pool = ProcessPoolExecutor(min(workers, len(parts)), multiprocessing.get_context("spawn"), _prepare_worker)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers inherit this: Ctrl-C is for this process
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers inherit this: only this process handles Ctrl-C
     try:
         results = pool.map(evaluate, parts)
     finally:
@@ -177,8 +177,8 @@ def _evaluated(
 
 
 def _prepare_worker() -> None:
-    """Set this process to one thread; end it when its parent is killed, since its queue would keep it waiting."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # before the function's modules are loaded: there is a process a core
+    """Limit this worker to one thread, and end it when its parent is killed: it would wait for work forever."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # set before numpy is loaded; there is one process per core
 
     def end_with_parent() -> None:
         if parent := multiprocessing.parent_process():
