@@ -1,11 +1,11 @@
-"""flexhybrid: run language models that do not fit the GPU, and know beforehand how fast.
+"""flexhybrid: run language models that do not fit the GPU, and predict how fast.
 
 ``from flexhybrid import LLM, SamplingParams, Policy``. Importing this loads neither torch nor transformers.
 """
 
 import os
 
-# Spinning OpenMP threads starve the link's thread on a small machine; it must be set before torch loads.
+# On a small machine, spinning OpenMP threads would starve the link's thread. Set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"

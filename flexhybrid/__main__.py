@@ -4,9 +4,9 @@ import sys
 
 
 def main() -> int:
-    """Run the command of this process; return its exit status (``cli.main``)."""
+    """Run this process's command line; return the exit status (``cli.main``)."""
     try:
-        from flexhybrid.cli import main as run  # takes half a second, in which Ctrl-C may come
+        from flexhybrid.cli import main as run  # takes half a second, during which Ctrl-C may come
     except KeyboardInterrupt:
         print("flexhybrid: stopped", file=sys.stderr)
         return 130

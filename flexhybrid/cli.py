@@ -1,4 +1,4 @@
-"""The ``flexhybrid`` command. Errors of the user's are one clear line on stderr and exit status 2."""
+"""The ``flexhybrid`` command. For a user's error it prints one line to stderr and exits with status 2."""
 
 import argparse
 import functools
@@ -25,10 +25,10 @@ from flexhybrid.jobs.run.cli import add_doctor, add_run
 
 
 class _Once(argparse.Action):
-    """Store a value. Files and options that name several things are refused when they are given twice, as the second
-    value would replace the first unseen; of a number or a name the last one counts."""
+    """Stores a value; refuses a second one for files and lists, which would silently replace the first.
+    For other options, which take a number or a name, the last value counts."""
 
-    seen: argparse.Namespace | None = None  #: the parse in which it was given
+    seen: argparse.Namespace | None = None  #: result of the parse in which the option was given
 
     def __call__(self, parser, namespace, values, option_string=None):
         file, several = self.type is Path and self.dest != "model", ("vary", "system", "policy", "selection")
@@ -39,7 +39,7 @@ class _Once(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that takes no shortened flags and prints one line for a wrong argument."""
+    """An argument parser that accepts no abbreviated flags and prints one line for a wrong argument."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
@@ -47,22 +47,23 @@ class Parser(argparse.ArgumentParser):
             self.register("action", name, _Once)
 
     def parse_known_args(self, args=(), namespace=None):
-        """Parse; a command reports the arguments that it does not know itself, instead of the parser above it, and
-        before those that are missing: one of them may be misspelled. Former names of flags are understood."""
+        """Parse the arguments; former names of flags are accepted.
+        Unknown flags are reported by the command itself, and before missing ones, since a missing flag may be
+        misspelled."""
         args = [re.sub("^[^=]*", lambda name: FORMER_FLAGS.get(name[0], name[0]), text) for text in args]
         options = [] if self._subparsers else [name for name in self._option_string_actions if name.startswith("--")]
         for argument in itertools.takewhile(lambda text: text != "--", args):
             name = argument.partition("=")[0]
             if options and name.startswith("--") and " " not in name and name not in options:
                 text, guessed, _ = str(unknown("option", name, options)).partition("? known: ")
-                self.error(text + guessed[:1])  # --help has all of them
+                self.error(text + guessed[:1])  # without the list of all flags, which --help has
         known, others = super().parse_known_args(args, namespace)
         if others:
             self.error(f"unrecognized arguments: {' '.join(others)}")
         return known, others
 
     def _check_value(self, action, value):
-        """Report a value that is none of the choices of an argument as any other unknown name, the nearest first."""
+        """Report a value that is not among the choices of an argument, with similar names first."""
         if action.choices is not None and value not in action.choices:
             kind = f"value of {action.option_strings[-1]}" if action.option_strings else "command"
             self.error(str(unknown(kind, value, action.choices)))
@@ -74,6 +75,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = Parser(
         prog="flexhybrid", description="Run language models that do not fit the GPU, and know beforehand how fast."
     )
@@ -82,31 +84,32 @@ def build_parser() -> argparse.ArgumentParser:
 
     compare = commands.add_parser(
         "compare",
-        help="profile this machine, search a policy, run it against others",
-        description="Profile this machine, search the best KV:ACT mix, run it and other policies, and show "
-        "predicted against measured. Without --model: exactness on the shipped checkpoint, speed on a random model. "
-        "Without --link-gb-per-s a CPU's link is paced at 0.4 GB/s, or faster where 0.4 leaves nothing to mix.",
+        help="profile this machine, search a policy, and measure it against others",
+        description="Profile this machine, search the best KV:ACT mix, run it and other policies, and compare "
+        "predictions with measurements. Without --model, exactness uses the shipped checkpoint and speed a random "
+        "model. Without --link-gb-per-s, the imitated link of a CPU runs at 0.4 GB/s, or faster if the best policy at "
+        "0.4 GB/s is no mix.",
     )
     add_options(compare, CompareOptions)
-    compare.add_argument("--device-memory", help="budget of the device, like 12GiB (no limit)")
-    compare.add_argument("--host-memory", default="8GiB", help="budget of the host (8GiB)")
-    compare.add_argument("--disk-memory", help="budget of the disk (what is free)")
+    compare.add_argument("--device-memory", help="budget of the device, like 12GiB (default: no limit)")
+    compare.add_argument("--host-memory", default="8GiB", help="budget of the host (default: 8GiB)")
+    compare.add_argument("--disk-memory", help="budget of the disk (default: the free space)")
     compare.set_defaults(run=_compare)
 
     profile = commands.add_parser(
         "profile",
         help="measure this machine for policy auto",
-        description="Time what a policy is made of, under load: copies over the link in both directions, products, "
-        "attention, packing, each at several sizes, twice. Lines through the times (seconds = overhead + flops and "
-        "bytes at a rate) are printed with their fit and kept in $FLEXHYBRID_CACHE or ~/.cache/flexhybrid, where "
-        "policy auto, simulate, search and doctor find this machine under the name local. A quarter of a minute at a "
-        "small model's sizes, one to two minutes at the usual ones, on a machine that should do nothing else. "
-        "`flexhybrid run` measures at its own model's by itself.",
+        description="Time the tasks of a policy under load: copies over the link in both directions, matrix products, "
+        "attention and packing, each at several sizes, twice. Lines fitted to the times (seconds = overhead + flops "
+        "and bytes at a rate) are printed and saved in $FLEXHYBRID_CACHE or ~/.cache/flexhybrid, where policy auto, "
+        "simulate, search and doctor find this machine under the name local. This takes 15 seconds for a small model, "
+        "one to two minutes for the default one, on an otherwise idle machine. `flexhybrid run` measures this machine "
+        "for its own model automatically.",
     )
     add_options(profile, LLMArguments, {"device", "link_gb_per_s"})
-    profile.add_argument("--model", type=Path, help="measure at this checkpoint's layer sizes (hidden 1,024)")
-    profile.add_argument("--disk", type=Path, metavar="DIR", help="measure the disk of this folder too (needs 256 MiB)")
-    profile.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
+    profile.add_argument("--model", type=Path, help="measure at this checkpoint's layer sizes (default: hidden 1,024)")
+    profile.add_argument("--disk", type=Path, metavar="DIR", help="also measure this folder's disk (needs 256 MiB)")
+    profile.add_argument("--disk-gb-per-s", type=float, help="limit the rate of that disk")
     profile.set_defaults(run=_profile)
     _add_skew(commands)
     add_run(commands)
@@ -124,13 +127,14 @@ def _add_skew(commands) -> None:
     parser = commands.add_parser(
         "skew",
         help="prepare a checkpoint for InfiniGen's selection",
-        description="Write a copy of a checkpoint in which few columns of each head's queries and keys say most about "
-        "attention (InfiniGen, Sec. 4.2); tokens stay what they are. One forward of the text's beginning decides.",
+        description="Write a copy of a checkpoint in which few columns of each head's queries and keys determine most "
+        "of the attention (InfiniGen, Sec. 4.2); the tokens stay the same. The columns come from one forward pass over "
+        "the beginning of a text.",
     )
     parser.add_argument("--model", type=Path, required=True, help="local checkpoint folder (Hugging Face layout)")
-    parser.add_argument("--text", type=Path, required=True, help="text file to learn from")
+    parser.add_argument("--text", type=Path, required=True, help="sample text file")
     parser.add_argument("--out", type=Path, required=True, help="new folder for the skewed checkpoint")
-    parser.add_argument("--tokens", type=int, default=2048, help="most tokens of the text that are used (2048)")
+    parser.add_argument("--tokens", type=int, default=2048, help="most tokens of the text to use (default: 2048)")
     parser.set_defaults(run=_skew)
 
 
@@ -140,10 +144,10 @@ def _add_reproduce(commands) -> None:
         help="rebuild the papers' tables and figures next to their own numbers",
         description="Write CSV, PNG and one self-contained report.html with the papers' numbers next to ours.",
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="some experiments, like capture-table3 (all)")
-    parser.add_argument("--list", action="store_true", help="name the experiments and stop")
-    parser.add_argument("--out", type=Path, default=Path("results/reproduce"), help="folder (results/reproduce)")
-    parser.add_argument("--workers", type=int, help="processes (all cores)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="experiments, like capture-table3 (default: all)")
+    parser.add_argument("--list", action="store_true", help="list the experiments and stop")
+    parser.add_argument("--out", type=Path, default=Path("results/reproduce"), help="(default: results/reproduce)")
+    parser.add_argument("--workers", type=int, help="number of processes (default: all cores)")
     parser.add_argument(
         "--set",
         action="append",
@@ -158,9 +162,9 @@ def _add_accuracy(commands) -> None:
     parser = commands.add_parser(
         "accuracy",
         help="measure what policies cost in accuracy on a text",
-        description="Feed a text's own tokens through the executor under each policy: perplexity by 256 tokens, cosine "
-        "similarity of attention weights and agreement of greedy tokens with the full cache, share of the cache that "
-        "is looked at and moved; as table, CSV, JSON and picture.",
+        description="Feed the tokens of a text through the executor under each policy. Report the perplexity per 256 "
+        "tokens, the similarity of attention weights and the agreement of greedy tokens with the full cache, and the "
+        "shares of the cache that are attended to and loaded, as table, CSV, JSON and figure.",
     )
     add_options(parser, AccuracyOptions)
     parser.set_defaults(run=_accuracy)
@@ -180,7 +184,7 @@ def _compare(args) -> dict:
 def _profile(args) -> dict:
     named = shape_from_config(args.model) if args.model else None
     if args.disk_gb_per_s is not None and args.disk is None:
-        raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk")
+        raise InputError("--disk-gb-per-s is the rate of a disk: name its folder with --disk")
 
     from flexhybrid.jobs.profile.job import run_profile
 
@@ -194,7 +198,7 @@ def _skew(args) -> dict:
     from flexhybrid.jobs.skew import skew
 
     done = skew(args.model, args.text, args.out, args.tokens)
-    args.show(f"skewed by {done['tokens']} tokens of {args.text}: {args.out}")
+    args.show(f"skewed with {done['tokens']} tokens of {args.text}: {args.out}")
     return done
 
 
@@ -221,7 +225,7 @@ def _accuracy(args) -> dict:
 
 
 def _plain(value):
-    """What JSON can say: numbers that are not finite become null, numpy's numbers plain ones."""
+    """Return a value as plain JSON: numbers that are not finite become null, numpy's numbers Python's."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -233,8 +237,8 @@ def _plain(value):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, run, return the exit status: 0 done, 1 done but something is not as it must be, or a disk has failed,
-    2 wrong input, 130 stopped by the user."""
+    """Run a command line; return the exit status.
+    0: done. 1: done, but a check failed, or a disk failed. 2: wrong input. 130: stopped by the user."""
     began = time.time()
     with lasting_streams() as stdout:
         parser = build_parser()
@@ -242,12 +246,11 @@ def main(argv: list[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return 2
         args = parser.parse_args(argv)
-        # what a command tells people, besides its record, as soon as it knows it
-        args.show = (lambda text: None) if args.json else functools.partial(print, flush=True)
-        args.began = began  # what a command says of its own seconds has its imports in them
+        args.show = (lambda text: None) if args.json else functools.partial(print, flush=True)  # prints a result
+        args.began = began  # for the seconds of the whole command, imports included
         status = _status(args)
         stdout.flush()
-        if stdout.failure and not isinstance(stdout.failure, BrokenPipeError):  # a reader may leave, as head does
+        if stdout.failure and not isinstance(stdout.failure, BrokenPipeError):  # a reader like head may end early
             error = file_error("write to stdout", stdout.failure)
             print(f"flexhybrid: {error}", file=sys.stderr)
             return status if args.command == "run" else status or error.exit_status
@@ -255,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _status(args) -> int:
-    """Do what the command line asks for; return the exit status."""
+    """Run the command of parsed arguments; return the exit status."""
     try:
         with lost_interrupts_again():
             result = args.run(args)

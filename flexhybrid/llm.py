@@ -1,4 +1,4 @@
-"""The offline API, in the shape of vLLM's: ``LLM(model=…).generate(prompts, SamplingParams(…))``."""
+"""The Python API, similar to vLLM's: ``LLM(model=…).generate(prompts, SamplingParams(…))``."""
 
 from __future__ import annotations
 
@@ -31,28 +31,27 @@ from flexhybrid.vllm_arguments import absent_method, check_vllm_arguments, nothi
 class LLM(Runner):
     """A local checkpoint under a policy.
 
-    ``model``: a folder in Hugging Face layout. ``policy``: "auto" (searched for each call's lengths on the saved
-    profile or a catalogue entry; never profiles by itself), a preset's name, a Policy, or a JSON file. ``device``:
-    "auto", "cpu" or "cuda". ``link_gb_per_s`` paces the copies of a CPU; without it nothing is paced and "auto" keeps
-    everything resident. ``device_memory`` / ``host_memory`` / ``disk_memory``: budgets ("12GiB", bytes, None for no
-    limit). ``disk_dir``: folder of the scratch space for what a policy puts on the disk (the user's cache folder);
-    ``disk_gb_per_s`` paces it. ``dtype``: "auto", "float32", "bfloat16" or (CUDA) "float16".
+    - ``model``: a folder in Hugging Face layout.
+    - ``policy``: "auto", a preset's name, a Policy, or a JSON file. "auto" searches for each call's lengths with the
+      saved profile or a catalogue entry; it never measures the machine.
+    - ``device``: "auto", "cpu" or "cuda". ``dtype``: "auto", "float32", "bfloat16" or (CUDA) "float16".
+    - ``device_memory``, ``host_memory``, ``disk_memory``: budgets ("12GiB", bytes, or None for no limit).
+    - ``link_gb_per_s``: rate of an imitated link on a CPU; without it, "auto" keeps everything on the device.
+    - ``disk_dir``: scratch folder (default: in the user's cache folder). ``disk_gb_per_s``: limit on its rate.
+    - ``hardware``: rates for "auto" and both(…): a catalogue name, a JSON file, or None for the saved profile.
+    - ``max_model_len``: most tokens of a prompt and its answer together (default: the model's positions).
+    - ``generation_config``: "auto" takes default sampling parameters from the checkpoint's file; "none" or "vllm" does
+      not. The file's end-of-sequence tokens are used in each case.
+    - ``enable_prefix_caching`` (default: True): compute and keep shared beginnings of prompts once.
+    - ``cuda_graphs`` (default: True): launch decode steps on a GPU with CUDA graphs if possible. ``graphs`` has their
+      number in the latest batch, or the reason why there are none. ``enforce_eager=True`` also switches them off.
 
-    ``max_model_len``: most tokens of a prompt and its answer together (the model's positions).
-    ``generation_config``: "auto" takes the sampling of requests that name none from the checkpoint's file, "none" (or
-    "vllm", as there) leaves it be; the tokens that end an answer are the file's either way.
-    ``enable_prefix_caching`` (True): prompts that begin alike are computed and kept once as far as they do.
-    ``cuda_graphs`` (True): a GPU's decode steps are launched by CUDA graphs where they can be; ``graphs`` says how many
-    there were in the latest batch, or why none. vLLM's ``enforce_eager=True`` switches them off too.
-    vLLM's further arguments must ask for nothing; the error says what to write instead.
+    Other arguments of vLLM must have values without effect; the error tells what to write instead.
 
-    ``hardware``: the machine by which "auto" and both(…) decide: None for the saved profile, a name of the catalogue,
-    or the path of a JSON file.
-
-    Several threads may call ``generate``; they wait for each other. Weights are read at the first ``generate``; they
-    and the buffers are kept between calls. ``release()`` gives them back until the next ``generate``; ``close()``, or
-    leaving a ``with`` block, for good. Raises InputError, before weights are read, for all that is wrong with the
-    checkpoint or the budgets, and warns of budgets beyond the machine's memory.
+    Several threads may call ``generate``; they wait for each other. Weights are read at the first ``generate``, and
+    kept with the buffers between calls. ``release()`` frees them until the next ``generate``. After ``close()``, or a
+    ``with`` block, the LLM cannot be used again. Raise InputError, before weights are read, for a wrong checkpoint or
+    budget; warn of budgets beyond the machine's memory.
     """
 
     def __init__(  # noqa: PLR0913 (vLLM's signature)
@@ -111,30 +110,30 @@ class LLM(Runner):
         use_tqdm: bool | None = None,
         **others,
     ) -> list[RequestOutput | None]:
-        """Complete every prompt: a text, a list of token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids};
-        a single text or dictionary is a list of one.
+        """Complete every prompt; return the results in the order of the prompts.
 
-        Results are in the order of the prompts. ``on_answer(i, answer)`` is called as soon as all n answers to prompt i
-        are complete, then ``on_tokens(n)`` with the number of newly generated tokens. Once ``should_stop()`` is true,
-        the call ends with the current iteration; answers that are not complete by then are None. ``on_trace`` is called
-        with the result of the first wave, whose trace has up to TRACED_TASKS tasks.
+        A prompt is a text, a list of token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}. A single text
+        or dictionary is a list of one.
 
-        ``use_tqdm``: whether progress is shown on stderr (None: on a terminal, unless ``on_tokens`` takes it). vLLM's
-        ``lora_request`` and ``priority`` must be left out or None.
+        - ``sampling_params``: one for all prompts, or a list (default: that of ``get_default_sampling_params``).
+        - ``on_answer(i, answer)``: called as soon as all n answers to prompt i are complete.
+        - ``on_tokens(n)``: called after each iteration with the number of new tokens.
+        - ``should_stop()``: once True, the call ends after the current iteration; incomplete answers are None.
+        - ``on_trace``: called with the result of the first wave, whose trace has up to TRACED_TASKS tasks.
+        - ``num_decoded``: number of each prompt's last tokens that are decoded one by one instead of in the prefill, so
+          that the answers show how a lossy policy treats the prompt itself.
+        - ``use_tqdm``: whether to show progress on stderr (default: on a terminal, unless ``on_tokens`` is given).
 
-        ``sampling_params``: one for all prompts, or a list of one a prompt; None: those of
-        ``get_default_sampling_params``. Random numbers depend on the seed and the position in the text, so that
-        equal prompts with one seed get equal answers; without a seed all differ. Answer k of n draws with seed + k. A
-        seed gives its request the tokens that it gets alone, except for near ties and
-        under InfiniGen's selection, whose columns are chosen over all requests of a mini-batch. Raises InputError,
-        before any work, for a prompt that is empty, too long or holds an unknown token id, and for budgets too small
-        for a single one of the requests.
+        vLLM's ``lora_request`` and ``priority`` must be left out or None.
 
-        ``num_decoded``: how many of each prompt's last tokens pass the decode one by one instead of the prefill, for
-        answers that show what a lossy policy makes of the prompt itself.
+        Random numbers depend on the seed and the position in the text: equal prompts with equal seeds get equal
+        answers, and answer k of n draws with seed + k. Without a seed, all answers differ. Other requests do not change
+        the tokens of a seeded request, except at near ties, and under InfiniGen's selection, which chooses columns for
+        all requests of a mini-batch.
 
-        Any other error on the way (a disk that fails, Ctrl-C, an error of ``on_tokens``) first gives all memory and
-        disk space back; the next call loads the weights anew.
+        Raise InputError, before any work, for a prompt that is empty, too long or has an unknown token id, and for
+        budgets too small for one of the requests. Any other error (a failing disk, Ctrl-C, an error in ``on_tokens``)
+        frees all memory and disk space; the next call loads the weights again.
         """
         nothing_asked(**others)
         if sampling_params is None:
@@ -185,14 +184,16 @@ class LLM(Runner):
         chat_template_content_format: str = "auto",
         **others,
     ) -> list[RequestOutput | None]:
-        """Answer a conversation, which is a list of {"role": …, "content": …}, or each of a list of them.
+        """Answer a conversation, a list of {"role": …, "content": …}, or each conversation of a list.
 
-        ``chat_template``: a Jinja text in place of the tokenizer's own; ``chat_template_kwargs``: further variables of
-        it; ``chat_template_content_format``: contents are given to it as a "string", as "openai" parts, or as it shows
-        them ("auto"); ``add_generation_prompt`` and ``continue_final_message`` are transformers'; ``tools``: those that
-        an answer may call, in the template's own form, in which ``flexhybrid.batch.tool_calls.find_calls`` finds them.
-        ``prompt`` of an answer is the text that the template makes. The rest as in ``generate``; vLLM's other arguments
-        must ask for nothing.
+        - ``chat_template``: a Jinja text in place of the tokenizer's own. ``chat_template_kwargs``: more variables.
+        - ``chat_template_content_format``: whether the template gets contents as a "string", as "openai" parts, or in
+          the form that it prints ("auto").
+        - ``add_generation_prompt``, ``continue_final_message``: as in transformers.
+        - ``tools``: tools that an answer may call; ``flexhybrid.batch.tool_calls.find_calls`` finds the calls.
+
+        ``prompt`` of an answer is the formatted conversation. The other arguments are those of ``generate``; vLLM's
+        must have values without effect.
         """
         nothing_asked(**others)
         form, variables = chat_template_content_format, dict(chat_template_kwargs or {})
@@ -208,7 +209,7 @@ class LLM(Runner):
     def _conversations(
         self, many: list, template: str | None, variables: dict, tools: list[dict] | None, form: str
     ) -> tuple[list[str], list[list[int]]]:
-        """Return the conversations in the template, as texts and as token ids. Raise InputError."""
+        """Return the formatted conversations, as texts and as token ids. Raise InputError for the first wrong one."""
         texts = list[str]()
         for place, conversation in enumerate(many):
             try:
@@ -222,7 +223,7 @@ class LLM(Runner):
         """Return transformers' tokenizer of the checkpoint; None without one."""
         return self.tokenizer
 
-    if not TYPE_CHECKING:  # a checker of types would take every name for known
+    if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
         def __getattr__(self, name: str):
             raise AttributeError(absent_method(name), name=name, obj=self)

@@ -1,12 +1,12 @@
 """lm-evaluation-harness on flexhybrid: ``python -m flexhybrid.lm_eval_adapter run --model flexhybrid …``.
 
-The harness has no list of other people's models: this module puts ``flexhybrid`` on its own and then is its command
-line. Arguments of the model are ``LLM``'s: ``--model_args "pretrained=PATH,policy=infinigen(alpha=4,cap=0.2)"``. Texts
-are cut to the model's length as ``--model hf`` cuts them, so that an exact policy has its scores.
+This module registers the model ``flexhybrid`` and then runs the harness's command line. The model's arguments are those
+of ``LLM``: ``--model_args "pretrained=PATH,policy=infinigen(alpha=4,cap=0.2)"``. Texts are cut to the model's length as
+by ``--model hf``, so that an exact policy has equal scores.
 
-A prefill attends to all of its tokens in full precision, whatever the policy: an answer of one token would not show
-what the policy loses. So the last ``decode_context`` of each context (a share of its tokens) passes the decode, token
-by token. The default is 0.8 for a lossy policy (InfiniGen's own evaluation leaves the first 20 % alone), else 0.
+A prefill attends to all of its tokens in full precision under every policy, so a one-token answer would not show the
+errors of a lossy policy. Therefore the last ``decode_context`` (a share of the tokens) of each context is decoded token
+by token. The default is 0.8 for a lossy policy, as InfiniGen's own evaluation leaves out the first 20 %, else 0.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from flexhybrid.resolve import settle_policy
 from flexhybrid.sampling_params import SamplingParams
 from flexhybrid.scoring import Score, score
 
-MAX_ANSWER_TOKENS = 256  #: of a task that names no bound, as for the harness's own models
-LOSSY_DECODE_CONTEXT = 0.8  #: share of a context that passes the decode under a lossy policy
+MAX_ANSWER_TOKENS = 256  #: most tokens of an answer if the task has no limit, as for the harness's own models
+LOSSY_DECODE_CONTEXT = 0.8  #: share of a context that is decoded token by token under a lossy policy
 
 Answer = tuple[float, bool]  #: sum of log-probabilities, and whether greedy decoding gives these tokens
 
 
 @register_model("flexhybrid")
 class FlexHybridLM(TemplateLM):
-    """The harness's view of an ``LLM``. Contexts that are too long lose their beginning.
+    """The harness's interface to an ``LLM``. Contexts that are too long lose their beginning.
 
-    The harness hands ``device``, ``batch_size`` and ``max_batch_size`` to every model: "cuda:0" whether or not there is
-    a GPU, so that only "cpu" says anything; requests run together as far as the budgets allow. Answers go to the
-    harness's cache (``--use_cache``) as soon as they are complete. Raises InputError for a checkpoint without tokenizer
-    files and for a ``decode_context`` that is no share.
+    The harness passes ``device``, ``batch_size`` and ``max_batch_size`` to every model. The sizes are ignored: the
+    budgets decide how many requests run together. So is any device except "cpu", since the harness passes "cuda:0" even
+    without a GPU. Answers go to the harness's cache (``--use_cache``) as soon as they are complete. Raise InputError
+    for a checkpoint without tokenizer files, and for a ``decode_context`` outside of 0 to 1.
     """
 
     def __init__(self, pretrained: str, policy: str = "auto", device: str | None = None, batch_size=None,
@@ -49,7 +49,7 @@ class FlexHybridLM(TemplateLM):
         super().__init__()
         self.llm = LLM(pretrained, policy, device="cpu" if device == "cpu" else "auto", **options)
         if self.llm.tokenizer is None:
-            raise InputError(f"{self.llm.checkpoint.path} has no tokenizer files: tasks are texts")
+            raise InputError(f"{self.llm.checkpoint.path} has no tokenizer files, which the tasks' texts need")
         self.tokenizer = self.llm.tokenizer
         if decode_context is None:
             decode_context = 0.0 if self._lossless() else LOSSY_DECODE_CONTEXT
@@ -58,7 +58,7 @@ class FlexHybridLM(TemplateLM):
         self.decode_context = decode_context
 
     def _lossless(self) -> bool:
-        """Whether the policy loses nothing, whatever the requests; "auto" never does."""
+        """Return whether the policy is lossless for all requests, as "auto" is."""
         policy = self.llm.requested_policy
         if isinstance(policy, str) and policy != "auto":
             policy = settle_policy(policy, self.llm.problem, Workload.uniform(1, 16, 16))
@@ -66,14 +66,14 @@ class FlexHybridLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> FlexHybridLM:
-        """Return the model of ``key=value,…``; commas within parentheses belong to a policy."""
+        """Return the model of ``key=value,…``, in which commas within parentheses belong to a policy."""
         pairs = [pair.partition("=") for pair in re.split(r",(?![^()]*\))", arg_string) if pair.strip()]
         arguments = {key.strip(): handle_arg_string(value) for key, _, value in pairs}
         return cls.create_from_arg_obj(arguments, additional_config)
 
     @property
     def max_length(self) -> int:
-        """Tokens of a context that the model takes; one more may be scored behind them."""
+        """The most tokens of a context; one more token may be scored after them."""
         return self.llm.shape.max_context
 
     @property
@@ -82,7 +82,7 @@ class FlexHybridLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that comes before a text without context."""
+        """The token before a text without context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -99,32 +99,30 @@ class FlexHybridLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Return a text's token ids. A text that begins with the prefix token, as a chat template's may, gets no
-        second one."""
+        """Return a text's token ids, without a second prefix token if the text begins with one."""
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
             add_special_tokens = False
         special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return self.tokenizer(string, verbose=False, **special)["input_ids"]
 
     def _num_decoded(self, num_context: int) -> int:
-        """Tokens of a context that pass the decode: all but one at most."""
+        """Return the number of a context's tokens that are decoded one by one; at least one is not."""
         return min(int(self.decode_context * num_context), num_context - 1)
 
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, on_answer: Callable[[int, Answer], None] | None = None, **kwargs
     ) -> list[Answer]:
-        """Return the answer to each (texts, context ids, continuation ids); ``on_answer(i, answer)`` as they come.
+        """Return the answer to each request (texts, context ids, continuation ids).
 
-        Requests that differ in their last token only, such as the choices of a question, are one text of the engine.
+        ``on_answer(i, answer)`` is called as soon as answer i is known. Requests that differ only in their last token,
+        like the choices of a question, are scored as one text.
         """
         answers: list[Answer] = [(0.0, True)] * len(requests)
         groups: dict[tuple[tuple[int, ...], int], list[int]] = {}  # (text without its last token, scored) -> requests
         for i, (_, context, continuation) in enumerate(requests):
             count = len(continuation)
             if count > self.max_length:
-                raise InputError(
-                    f"a continuation of {count} tokens: model {self.llm.shape.name} takes {self.max_length}"
-                )
+                raise InputError(f"a continuation of {count} tokens: the model takes {self.max_length}")
             if count:
                 text = (context + continuation)[-self.max_length - 1 : -1]
                 groups.setdefault((tuple(text), count), []).append(i)
@@ -170,7 +168,7 @@ class FlexHybridLM(TemplateLM):
         return sums
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Return the answers. Decoding is greedy unless a task asks for sampling, as the harness wants it."""
+        """Return the answers. As the harness requires, decoding is greedy unless a task requests sampling."""
         prompts, params = [], []
         for request in requests:
             context, options = request.args

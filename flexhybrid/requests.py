@@ -1,4 +1,4 @@
-"""From prompts to token ids, and from generated tokens to completions, for one checkpoint."""
+"""Converts prompts to token ids, and generated tokens to completions, for a checkpoint."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from flexhybrid.structured_outputs import Grammars
 from flexhybrid.text import StopWatch, TokenTexts, answer_text
 from flexhybrid.token_counts import TokenCounter
 
-CHARS_PER_TOKEN = 32  #: far more than a text's tokens have on average
+CHARS_PER_TOKEN = 32  #: far more characters than a text's tokens have on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +33,28 @@ class Logprob:
     """A candidate token at a position of an answer."""
 
     logprob: float  #: natural logarithm of its probability
-    rank: int  #: 1: the most probable
-    #: the text that it adds, or its own as an alternative; None without a tokenizer
+    rank: int  #: 1: the most probable token
+    #: text that the chosen token adds to the answer, or the own text of another token; None without a tokenizer
     decoded_token: str | None = None
-    token_bytes: bytes | None = None  #: of a token that holds a part of a character only
-    text_offset: int = 0  #: where the token of the text begins in it
+    token_bytes: bytes | None = None  #: bytes of a token that is a part of a character
+    text_offset: int = 0  #: start of the chosen token's text in the answer
 
 
-#: Of one place of a text: token id -> Logprob; first the token that stands there, then the most probable ones.
+#: Candidates at one position: token id -> Logprob; first the chosen token, then the most probable ones.
 Logprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion. ``text`` is empty when the checkpoint has no tokenizer."""
+    """One completion of a prompt."""
 
-    index: int
-    text: str  #: without the token or text that ended it, unless include_stop_str_in_output asks for it
-    token_ids: list[int]  #: with the token that ended it
+    index: int  #: number among the prompt's completions
+    text: str  #: without the stop token or stop text, unless include_stop_str_in_output; empty without a tokenizer
+    token_ids: list[int]  #: with the stop token
     finish_reason: str  #: "stop" or "length"
     stop_reason: int | str | None = None  #: the stop token id or stop text; None: end-of-sequence, or the length
-    cumulative_logprob: float | None = None  #: of token_ids; None where no logprobs were asked for
-    logprobs: Sequence[Logprobs] | None = None  #: of each of token_ids
+    cumulative_logprob: float | None = None  #: sum over token_ids; None if no logprobs were requested
+    logprobs: Sequence[Logprobs] | None = None  #: candidates at each of token_ids; None if not requested
 
 
 @dataclass(frozen=True)
@@ -64,64 +64,63 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[Logprobs | None] | None = None  #: of each of prompt_token_ids; None for the first
-    request_id: str = field(default="0", compare=False)  #: counts the prompts of an LLM's life
+    prompt_logprobs: list[Logprobs | None] | None = None  #: candidates at each prompt token; None for the first one
+    request_id: str = field(default="0", compare=False)  #: number among all prompts of the LLM
     finished: bool = True
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Checked requests, one per answer: those of a prompt are adjacent, in the order of ``prompts``."""
+    """Checked requests, one for each answer, in the order of ``prompts``. Lists without a comment are by request."""
 
-    prompts: list  #: as they were given: texts or token ids
-    answers: list[tuple[int, int]]  #: of each request: the place of its prompt, and its answer's among them
-    ids: list[list[int]]
+    prompts: list  #: texts or token ids, as given
+    answers: list[tuple[int, int]]  #: index of the prompt, and of the answer among the prompt's answers
+    ids: list[list[int]]  #: token ids of the prompt
     params: list[SamplingParams]
-    max_tokens: list[int]  #: of each answer, within the positions behind its prompt
+    max_tokens: list[int]  #: most tokens of the answer, within the remaining context
     plan: SamplingPlan
-    num_decoded: list[int]  #: last tokens of each prompt that are decoded one by one
+    num_decoded: list[int]  #: number of the prompt's last tokens that are decoded one by one
 
     @property
     def workload(self) -> Workload:
-        """The lengths of the requests, as they pass prefill and decode. Raises InputError when there are none."""
+        """The lengths of the requests in prefill and decode. Raise InputError if there are none."""
         decoded = np.array(self.num_decoded)
-        noted = max((noted_bytes(params, 0, 0)[0] for params in self.params), default=0), 0  # no line is written
-        return Workload(
-            np.array([len(ids) for ids in self.ids]) - decoded, np.array(self.max_tokens) + decoded, noted=noted
-        )
+        noted = max((noted_bytes(params, 0, 0)[0] for params in self.params), default=0), 0  # no output lines
+        prompts = np.array([len(ids) for ids in self.ids]) - decoded
+        return Workload(prompts, np.array(self.max_tokens) + decoded, noted=noted)
 
 
 @dataclass
 class Generated:
-    """What a wave has generated for one request."""
+    """The state of an answer while it is generated."""
 
     index: int  #: index among the prompt's answers
     prompt_ids: list[int]
     params: SamplingParams
-    watch: StopWatch | None
+    watch: StopWatch | None  #: finds stop texts; None: there are none
     token_ids: list[int] = field(default_factory=list)
-    stop: int | str | None = None  #: the token id or text that ended it; None: its length did
-    num_decoded: int = 0  #: last tokens of the prompt that pass the decode one by one
-    records: bytearray = field(default_factory=bytearray)  #: (``logprob_log``) of token_ids, float32, if asked for
-    prompt_records: np.ndarray | None = None  #: of the prompt's tokens from the second on, where asked for
+    stop: int | str | None = None  #: the token id or text that ended the answer; None: its length
+    num_decoded: int = 0  #: number of the prompt's last tokens that are decoded one by one
+    records: bytearray = field(default_factory=bytearray)  #: float32 records (``logprob_log``) of token_ids
+    prompt_records: np.ndarray | None = None  #: records of the prompt's tokens, from the second one on
 
     def note(self, noted: Noted) -> None:
-        """Take the records that came with a token."""
-        if noted.answer is not None:  # as long as the longest text made with it
+        """Add the log probabilities of a token; drop columns that only other requests of the batch need."""
+        if noted.answer is not None:
             count, most = self.params.logprobs or 0, len(noted.answer) // 2 - 1
             record = np.r_[noted.answer[: 2 + count], noted.answer[2 + most : 2 + most + count]]
-            self.records += record.astype(np.float32).tobytes()  # exact: log probabilities, and numbers below 2^24
+            self.records += record.astype(np.float32).tobytes()  # exact for float32 and for integers below 2^24
         if noted.prompt is not None:
             self.prompt_records = noted.prompt
 
 
 @dataclass
 class PromptEncoder:
-    """Check and encode prompts to a checkpoint. Without a ``tokenizer`` they are token ids."""
+    """Checks and encodes prompts for a checkpoint."""
 
     shape: ModelShape
-    folder: Path  #: of the checkpoint, for error messages
-    tokenizer: Any  #: transformers' tokenizer of the checkpoint, or None
+    folder: Path  #: folder of the checkpoint, for error messages
+    tokenizer: Any  #: transformers' tokenizer of the checkpoint; None: prompts must be token ids
 
     @property
     def rules(self) -> SamplingRules:
@@ -137,8 +136,8 @@ class PromptEncoder:
         name: Callable[[int], str] = lambda _: "the prompt",
         special_tokens: bool = True,
     ) -> list[list[int] | InputError]:
-        """Return what ``check`` returns or raises for each prompt, the texts encoded together: on all cores, and many
-        times as fast. ``name(i)`` is that of prompt i."""
+        """Return the result, or the error, of ``check`` for each prompt. Texts are encoded together, on all cores.
+        ``name(i)``: name of prompt i in messages."""
         encoded = self._encode_together([prompt for prompt, _ in asked], special_tokens)
         checked: list[list[int] | InputError] = []
         for place, ((prompt, params), ids) in enumerate(zip(asked, encoded)):
@@ -155,7 +154,7 @@ class PromptEncoder:
         return checked
 
     def _encode_together(self, prompts: list, special_tokens: bool) -> list[list[int] | None]:
-        """Return the token ids of the prompts; None of one that is no text, or that must be encoded alone."""
+        """Return the token ids of the prompts; None for a prompt that is not text, or must be encoded alone."""
         longest = CHARS_PER_TOKEN * self.shape.max_context
         places = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) and 0 < len(prompt) <= longest]
         encoded: list[list[int] | None] = [None] * len(prompts)
@@ -164,14 +163,14 @@ class PromptEncoder:
         texts = [prompts[place] for place in places]
         try:
             if getattr(self.tokenizer, "is_fast", False):
-                backend = self.tokenizer.backend_tokenizer  # as the tokenizer's own call, without its work a text
+                backend = self.tokenizer.backend_tokenizer  # faster than the tokenizer's own call, with equal results
                 backend.no_truncation()
                 backend.no_padding()
                 backend.encode_special_tokens = self.tokenizer.split_special_tokens
                 ids = [one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=special_tokens)]
             else:
                 ids = self.tokenizer(texts, verbose=False, add_special_tokens=special_tokens)["input_ids"]
-        except (UnicodeError, TypeError):  # one of them is no text
+        except (UnicodeError, TypeError):  # one of the prompts is not valid text
             return encoded
         for place, tokens in zip(places, ids, strict=True):
             encoded[place] = tokens
@@ -180,7 +179,7 @@ class PromptEncoder:
     def count_all(
         self, asked: Sequence[tuple[str | list[int], SamplingParams]], special_tokens: bool = True
     ) -> list[int | InputError]:
-        """Return the lengths of what ``check_all`` returns, or its errors: faster where words have come before."""
+        """Return each prompt's number of tokens, or its error. Known words make it faster than ``check_all``."""
         counter = self._counter
         counts: list = [
             counter.count(prompt, special_tokens) if counter and prompt and isinstance(prompt, str) else None
@@ -189,25 +188,21 @@ class PromptEncoder:
         others = [i for i, count in enumerate(counts) if not count or count >= self.shape.max_context]
         for place, ids in zip(others, self.check_all([asked[i] for i in others], special_tokens=special_tokens)):
             counts[place] = ids if isinstance(ids, InputError) else len(ids)
-        errors: dict[int, InputError | None] = {}  # of the parameters; most prompts share theirs
+        errors: dict[int, InputError | None] = {}  # by identity of the parameters, which most prompts share
         for place in range(len(asked)):
             params = asked[place][1]
             if id(params) not in errors:
-                errors[id(params)] = self._params_error(params)
+                errors[id(params)] = None
+                try:
+                    self.rules.check(params, "the prompt")
+                except InputError as error:
+                    errors[id(params)] = error
             counts[place] = errors[id(params)] or counts[place]
         return counts
 
-    def _params_error(self, params: SamplingParams) -> InputError | None:
-        """Return why no prompt can be run with these sampling parameters."""
-        try:
-            self.rules.check(params, "the prompt")
-        except InputError as error:
-            return error
-        return None
-
     @functools.cached_property
     def _counter(self) -> TokenCounter | None:
-        """Counts texts by their words; None for a tokenizer of another kind."""
+        """Counts the tokens of texts word by word; None if the tokenizer does not encode so."""
         if self.tokenizer is None or not getattr(self.tokenizer, "is_fast", False) or not self._knows_all_tokens:
             return None
         if self.tokenizer.split_special_tokens:
@@ -218,15 +213,15 @@ class PromptEncoder:
 
     @functools.cached_property
     def _knows_all_tokens(self) -> bool:
-        """Return whether the model has a row for every token of the tokenizer."""
+        """Whether the model's vocabulary has every token of the tokenizer."""
         return max(self.tokenizer.get_vocab().values()) < self.shape.vocab
 
     def check(
         self, prompt: str | list[int], params: SamplingParams, name: str = "the prompt", special_tokens: bool = True
     ) -> list[int]:
-        """Return the prompt's token ids. Raise InputError, calling the prompt ``name``, for what cannot be run.
+        """Return the prompt's token ids. Raise InputError, with ``name`` in the message, if it cannot run.
 
-        ``special_tokens`` False: the text already holds them, as a chat template's does.
+        ``special_tokens`` False: the text has them already, as a chat template's does.
         """
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
@@ -247,23 +242,26 @@ class PromptEncoder:
         return ids
 
     def _check_vocabulary(self, ids: list[int], name: str) -> None:
+        """Raise InputError for an unknown token id."""
         if min(ids) < 0 or max(ids) >= self.shape.vocab:
             bad = next(token for token in ids if not 0 <= token < self.shape.vocab)
             raise InputError(f"{name} holds token id {shown(bad)}; the vocabulary is 0 … {self.shape.vocab - 1}")
 
     def _encode(self, text: str, name: str, special_tokens: bool) -> list[int]:
+        """Return a text's token ids. Raise InputError for a much too long text, or one that is not valid."""
         encode = functools.partial(self.tokenizer, verbose=False, add_special_tokens=special_tokens)
         limit = self.shape.max_context
         try:
-            # A tokenizer takes minutes and gigabytes for a text of many megabytes: its beginning shows the length.
+            # Encode the beginning first: a text of many megabytes would take minutes and gigabytes.
             head = text[: CHARS_PER_TOKEN * limit]
             if len(text) > len(head) and len(encode(head)["input_ids"]) > 2 * limit:
                 raise self._too_long(f"{name} has {len(text)} characters, more than {2 * limit} tokens")
             return encode(text)["input_ids"]
         except (UnicodeError, TypeError):
-            raise InputError(f"{name} cannot be encoded: it holds half of a surrogate pair, which is no text") from None
+            raise InputError(f"{name} cannot be encoded: it has half of a surrogate pair") from None
 
     def _too_long(self, size: str) -> InputError:
+        """Return the error of a prompt that is too long; the message begins with ``size``."""
         limit = self.shape.max_context
         room = f"{limit} positions"
         if limit < self.shape.max_positions:
@@ -272,7 +270,7 @@ class PromptEncoder:
 
 
 class RequestCodec(PromptEncoder):
-    """Make requests to a checkpoint; decode its answers."""
+    """Makes requests for a checkpoint, and decodes the answers."""
 
     @functools.cached_property
     def texts(self) -> TokenTexts:
@@ -284,7 +282,7 @@ class RequestCodec(PromptEncoder):
         sampling_params: SamplingParams | Iterable[SamplingParams] | None,
         num_decoded: Sequence[int] | None = None,
     ) -> Requests:
-        """Return checked requests of ``LLM.generate``'s arguments. Raise InputError for what cannot be run."""
+        """Return checked requests from ``LLM.generate``'s arguments. Raise InputError for the first that cannot run."""
         if isinstance(prompts, (str, dict)):
             prompts = [prompts]
         if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
@@ -296,13 +294,10 @@ class RequestCodec(PromptEncoder):
         if len(decoded) != len(ids):
             raise InputError(f"num_decoded has {len(decoded)} numbers for {len(ids)} prompts")
         if any(decoded) and any(wanted.structured_outputs for wanted in params):
-            raise InputError("num_decoded goes with no structured outputs: its tokens are no answer")
+            raise InputError("num_decoded cannot be combined with structured outputs: its tokens are not generated")
         for i, (count, prompt_ids) in enumerate(zip(decoded, ids)):
             if not 0 <= count < len(prompt_ids):
-                raise InputError(
-                    f"num_decoded of prompt {i} is {count}; it must be from 0 to {len(prompt_ids) - 1}: one of its "
-                    f"{len(prompt_ids)} tokens at least passes the prefill"
-                )
+                raise InputError(f"num_decoded of prompt {i} is {count}; it must be from 0 to {len(prompt_ids) - 1}")
         room = [self.shape.max_context - len(prompt_ids) for prompt_ids in ids]
         limits = [min(wanted.max_tokens or left, left) for wanted, left in zip(params, room)]
         plan = self._sampling_plan(ids, params)
@@ -336,20 +331,20 @@ class RequestCodec(PromptEncoder):
         return frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.shape.eos_token_ids)
 
     def begin(self, requests: Requests, request: int) -> Generated:
-        """Return a request's state, by its index, before its first token."""
+        """Return the initial state of a request, given by its index."""
         ids, params = requests.ids[request], requests.params[request]
         watch = self._watch(ids, params)
         return Generated(requests.answers[request][1], ids, params, watch, num_decoded=requests.num_decoded[request])
 
     def open(self, prompt_ids: list[int], params: SamplingParams, index: int) -> tuple[Generated, SamplingPlan]:
-        """Return what answer ``index`` to a checked prompt has before its first token, and how its tokens are chosen:
-        as ``encode`` has it of a list of SamplingParams."""
+        """Return the initial state and the sampling of answer ``index`` to a checked prompt.
+        The result is the same as after ``encode`` with a list of SamplingParams."""
         plan = self._sampling_plan([prompt_ids], [params])
         watch = self._watch(prompt_ids, params)
         return Generated(index, prompt_ids, params, watch), _of_answers(plan, np.array([index]))
 
     def _watch(self, prompt_ids: list[int], params: SamplingParams) -> StopWatch | None:
-        """Return the finder of stop texts: in the text with special tokens if a stop text has one."""
+        """Return a finder of stop texts; None without any. It sees special tokens if a stop text has one."""
         if not params.stop:
             return None
         special = any(name in stop for name in self.texts.special.values() for stop in params.stop)
@@ -357,7 +352,7 @@ class RequestCodec(PromptEncoder):
         return StopWatch(decode, prompt_ids, params.stop, params.min_tokens)
 
     def completion(self, generated: Generated) -> CompletionOutput:
-        """Return what vLLM reports: the text without what ended it, and no stop_reason for an end-of-sequence."""
+        """Return a complete answer. As in vLLM, an end-of-sequence token is no stop_reason."""
         params, token_ids, stop = generated.params, generated.token_ids, generated.stop
         ended = not params.ignore_eos and stop in self.shape.eos_token_ids
         reasons = "length" if stop is None else "stop", None if ended else stop
@@ -370,7 +365,7 @@ class RequestCodec(PromptEncoder):
         return CompletionOutput(generated.index, text, token_ids, *reasons, sum(records[:, 0].tolist()), logprobs)
 
     def _answer(self, generated: Generated) -> str:
-        """Return the text of an answer."""
+        """Return the text of an answer, without the stop text unless it is to be included."""
         params, token_ids, stop, watch = generated.params, generated.token_ids, generated.stop, generated.watch
         decode = functools.partial(answer_text, self.texts.decoders[params.skip_special_tokens], generated.prompt_ids)
         included = params.include_stop_str_in_output
@@ -389,8 +384,8 @@ class RequestCodec(PromptEncoder):
     def logprobs(
         self, token_ids: list[int], records: np.ndarray, texts: list[tuple[str, int]] | None
     ) -> list[Logprobs]:
-        """Return the log probabilities of these tokens from their records (``logprob_log``), and the text that
-        they add (``TokenTexts.along``)."""
+        """Return the log probabilities of tokens from ``records`` (``logprob_log``).
+        ``texts``: the text that each token adds (``TokenTexts.along``); None without a tokenizer."""
         chosen, ids, values = np.split(records, [2, 1 + records.shape[1] // 2], axis=1)
         places = zip(token_ids, chosen.tolist(), ids.astype(np.int64).tolist(), values.tolist(), strict=True)
         logprobs, alone = [], self.texts.alone if texts else lambda _: (None, None)
@@ -423,7 +418,7 @@ class RequestCodec(PromptEncoder):
 
 
 def raised(checked: list[list[int] | InputError]) -> list[list[int]]:
-    """Return the token ids of checked prompts. Raise the first error."""
+    """Return the results of ``check_all``. Raise the first error among them."""
     for ids in checked:
         if isinstance(ids, InputError):
             raise ids
@@ -435,8 +430,8 @@ def _or_none(count: int | None) -> int:
 
 
 def _of_answers(plan: SamplingPlan, number: np.ndarray) -> SamplingPlan:
-    """Return the plan of answers with these numbers, each to a prompt's plan: answer k draws with seed + k, and only
-    the first notes the prompt's log probabilities."""
+    """Return the plan of the answers with these numbers among their prompt's answers.
+    Answer k draws with seed + k; only answer 0 records the prompt's log probabilities."""
     return replace(
         plan,
         seeds=plan.seeds + number.astype(np.uint64),  # seeds wrap at 2**64
@@ -445,18 +440,18 @@ def _of_answers(plan: SamplingPlan, number: np.ndarray) -> SamplingPlan:
 
 
 def plain_prompt(prompt):
-    """Return the text or the token ids in vLLM's {"prompt": …} and {"prompt_token_ids": …}; other prompts unchanged."""
+    """Return the text or token ids of vLLM's {"prompt": …} or {"prompt_token_ids": …}, else the prompt itself."""
     packed = isinstance(prompt, dict) and prompt.keys() in ({"prompt"}, {"prompt_token_ids"})
     return next(iter(prompt.values())) if packed else prompt
 
 
 TOKENIZER_FILES = re.compile(r"(tokenizer|vocab|merges|spiece|tekken|chat_template).*|.*\.(model|codes)")
-SETTINGS = re.compile(r"tokenizer_config\.json|chat_template.*")  #: files without a vocabulary
+SETTINGS = re.compile(r"tokenizer_config\.json|chat_template.*")  #: tokenizer files without a vocabulary
 
 
 def load_tokenizer(path: Path):
-    """Return transformers' tokenizer from a checkpoint's files, without running their code; None without a vocabulary.
-    Raise InputError."""
+    """Return transformers' tokenizer from a checkpoint's files; None without a vocabulary.
+    Code in the checkpoint is not run. Raise InputError if the files cannot be read."""
     with file_errors(f"read {path}"):
         files = sorted(file for file in path.iterdir() if file.is_file() and TOKENIZER_FILES.fullmatch(file.name))
         for file in files:
@@ -476,7 +471,8 @@ def load_tokenizer(path: Path):
 
 
 def _tokenizer_error(vocabularies: list[Path], error: Exception) -> str:
-    """Return why transformers cannot read these files: without SentencePiece it takes its files for tiktoken's."""
+    """Return the reason why transformers cannot read these files.
+    Its own message misleads: without SentencePiece, it reads SentencePiece files as tiktoken's."""
     model = next((file for file in vocabularies if file.suffix == ".model"), None)
     if model and not any(file.name == "tokenizer.json" for file in vocabularies):
         head = model.read_bytes()[:64]
@@ -484,18 +480,18 @@ def _tokenizer_error(vocabularies: list[Path], error: Exception) -> str:
         packages = ("sentencepiece", "protobuf") if head[:1] == b"\n" else ("tiktoken",) if text else ()
         if missing := [name for name in packages if not any(metadata.distributions(name=name))]:
             return f"{model.name} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
-        return f"{model.name} is no file of SentencePiece or tiktoken; is it complete?"
+        return f"{model.name} is not a file of SentencePiece or tiktoken; is it complete?"
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @dataclass(frozen=True, eq=False)
 class AnswerLogprobs(Sequence[Logprobs]):
-    """The log probabilities of an answer's tokens, made when asked for: objects take ten times the records' memory."""
+    """The log probabilities of an answer's tokens. Objects are made on access: they take ten times the memory."""
 
     codec: RequestCodec
     token_ids: list[int]
-    records: np.ndarray  #: (``logprob_log``)
-    texts: list[tuple[str, int]] | None  #: ``TokenTexts.along``
+    records: np.ndarray  #: records of the tokens (``logprob_log``)
+    texts: list[tuple[str, int]] | None  #: text that each token adds (``TokenTexts.along``)
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -1,4 +1,4 @@
-"""Answers requests under a policy: its weights and engine, and the requests of a batch from joining to leaving."""
+"""Answers requests under a policy, with the weights and the engine of a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.sampling_params import SamplingParams
 
 OnTrace = Callable[[WaveResult], object]
-MOST_AT_A_TIME = 1024  #: requests that run together
-TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
+MOST_AT_A_TIME = 1024  #: most requests that run together
+TRACED_TASKS = 50_000  #: most tasks of a trace, so that a browser can open its file
 
-#: Makes a request, by its index in the queue: its generation state, and its sampling.
+#: Returns the initial state and the sampling of a request, given by its index in the queue.
 OpenRequest = Callable[[int], tuple[Generated, SamplingPlan]]
 
-KEPT_PLANS = 8192  #: rows of sampling plans, each of which serves a mini-batch until its members change
+KEPT_PLANS = 8192  #: most rows of cached sampling plans; a plan is for the requests of a mini-batch
 
 
 class RunningRequests:
-    """Prompts and sampling of running requests, by index in the queue (``step_tensors.Prompts``, ``SamplingPlans``).
+    """Prompts and sampling of running requests, by index in a queue (``step_tensors.Prompts``, ``SamplingPlans``).
 
-    The thread that plans iterations opens and forgets requests; the compute lane reads them.
+    The thread that plans iterations adds and removes requests; the compute lane reads them.
     """
 
     def __init__(self, open_request: OpenRequest):
@@ -62,14 +62,14 @@ class RunningRequests:
         self.begin(self._members)
 
     def begin(self, members: np.ndarray) -> None:
-        """Take the requests of a queue, by their indices for ``open_request``; open ones stay open."""
+        """Start a queue with the requests ``members`` (indices for ``open_request``); running ones stay open."""
         opened = {int(self._members[queued]): running for queued, running in self._running.items()}
         self._members = members
         places = np.flatnonzero(np.isin(members, list(opened))).tolist() if opened else []
         self._running = {queued: opened[int(members[queued])] for queued in places}
-        self._left: deque[tuple[int, int]] = deque()  #: iteration and request
-        self._plans: dict[bytes, SamplingPlan] = {}  #: of the members of steps, the latest last
-        self._num_rows = 0  #: of these plans
+        self._left: deque[tuple[int, int]] = deque()  #: (iteration, request) of those that have left
+        self._plans: dict[bytes, SamplingPlan] = {}  #: indices of a step's requests -> their plan, the latest last
+        self._num_rows = 0  #: number of rows of all plans
 
     def join(self, request: int) -> None:
         """Open a request, unless it ran before and was preempted."""
@@ -77,23 +77,23 @@ class RunningRequests:
             self._running[request] = self._open(int(self._members[request]))
 
     def leave(self, request: int, iteration: int) -> None:
-        """Forget a request as soon as no step can ask for it."""
+        """Note that a request has left; remove requests that no step can use any more."""
         self._left.append((iteration, request))
         while self._left[0][0] + LAG < iteration:
             self._running.pop(self._left.popleft()[1], None)
 
     @property
     def given(self) -> dict[int, int]:
-        """Return the tokens of the open requests."""
+        """Request -> number of generated tokens, for running requests with any."""
         return {request: len(of.token_ids) for request, (of, _) in self._running.items() if of.token_ids}
 
     def prompt(self, request: int) -> list[int] | None:
-        """Return the token ids of a request's prompt, opening it; None where each token's logits are asked for."""
+        """Open a request; return the token ids of its prompt, or None if the prompt's log probabilities are needed."""
         self.join(request)
         return None if self._running[request][1].num_prompt_logprobs[0] >= 0 else self[request]
 
     def generated(self, request: int) -> Generated:
-        """Return a request's generation state."""
+        """Return a request's state."""
         return self._running[request][0]
 
     def __getitem__(self, request: int) -> list[int]:
@@ -101,7 +101,7 @@ class RunningRequests:
         return generated.prompt_ids[: len(generated.prompt_ids) - generated.num_decoded]
 
     def select(self, members: np.ndarray) -> SamplingPlan:
-        """Return the plan of these requests; kept for the next step of the same ones."""
+        """Return the sampling plan of these requests, cached for their next step."""
         key = members.tobytes()
         plan = self._plans.pop(key, None)
         if plan is None:
@@ -122,8 +122,9 @@ def run_wave(
     completed: Callable[[int, Generated], None],
     control: RunControl,
 ) -> WaveResult:
-    """Answer the requests ``members`` (indices) in one batch. ``completed(index, generated)`` is called as soon as
-    an answer is complete; what ends the answers is added to ``control``."""
+    """Answer the requests ``members`` (indices) in one batch.
+    ``completed(index, generated)`` is called as soon as an answer is complete. The rules that end answers are added to
+    ``control``."""
 
     def finished(queued: int, _tokens: list[int], stop: int | str | None) -> None:
         generated = running.generated(queued)
@@ -165,7 +166,7 @@ def run_wave(
 
 
 class Replies:
-    """The answers of prompts that have n of them, until all are complete."""
+    """Collects the answers of each prompt until all n of them are complete."""
 
     def __init__(self, codec: RequestCodec):
         self.codec = codec
@@ -173,8 +174,8 @@ class Replies:
         self._prompt_records: dict[int, np.ndarray | None] = {}
 
     def add(self, place: int, generated: Generated, prompt: str | None, request_id: str) -> RequestOutput | None:
-        """Take a complete answer to the prompt at ``place``; return the reply with its last one. ``prompt``: its text,
-        if known."""
+        """Add a complete answer to prompt ``place``; return all its answers once they are complete, else None.
+        ``prompt``: the prompt's text, if known."""
         complete, params = self._complete.setdefault(place, []), generated.params
         complete.append(self.codec.completion(generated))
         if generated.index == 0:
@@ -193,23 +194,23 @@ class LoadedModel:
         self.checkpoint, self.paced = checkpoint, paced
         self.weights: Weights | None = None
         self.engine: Engine | None = None
-        self.closed = False  #: for good
+        self.closed = False  #: True: cannot be used again
         self._threads = LaneThreads()
 
     @property
     def open_engine(self) -> Engine:
-        """The engine of the current wave. Raises ValueError outside of one."""
+        """The engine of the current wave. Raise ValueError outside of a wave."""
         if self.engine is None:
             raise ValueError("no engine is open: it belongs to a wave")
         return self.engine
 
     def check_open(self) -> None:
-        """Raise InputError once it is closed."""
+        """Raise InputError if the model is closed."""
         if self.closed:
-            raise InputError("this LLM is closed: make another one; release() gives its memory back and keeps it open")
+            raise InputError("this LLM is closed: make another one; release() frees its memory without closing it")
 
     def load(self, problem: Problem, policy: Policy) -> Weights:
-        """Return the weights, which are read unless they are kept. Raise InputError once it is closed."""
+        """Return the weights, reading them at first use. Raise InputError if the model is closed."""
         self.check_open()
         if self.weights is None:
             device, place = self.paced.device, self.paced.disk
@@ -217,10 +218,10 @@ class LoadedModel:
         return self.weights
 
     def make_engine(self, problem: Problem, policy: Policy, needed: BufferSizes) -> None:
-        """Load the weights at first use; make new buffers only when a wave needs more than they hold.
+        """Make an engine with at least the buffers ``needed``, unless the current one has them.
 
-        New buffers are also as large as the old ones, so that waves of different shapes settle on one set, unless that
-        exceeds a budget.
+        New buffers are also at least as large as the old ones, so that waves of different shapes can use the same ones,
+        unless that exceeds a budget.
         """
         weights, sizes, paced = self.load(problem, policy), needed, self.paced
         if self.engine is not None:
@@ -228,7 +229,7 @@ class LoadedModel:
             if sizes == self.engine.sizes:
                 return
             sizes = sizes if fits(memory_plan(problem, policy, sizes), problem.budgets) else needed
-        self.close_engine()  # the old buffers go before the new ones come
+        self.close_engine()  # free the old buffers before new ones are allocated
         rate, threads = paced.link_gb_per_s, self._threads
         self.engine = Engine(weights, policy, sizes, rate, disk=paced.disk, lane_threads=threads)
 
@@ -248,14 +249,12 @@ class LoadedModel:
 
 
 def one_thread_at_a_time(method):
-    """Serialize calls to one LLM from several threads: weights, buffers and tokenizer are shared."""
+    """Let threads call a method of an LLM one after another, as they share weights, buffers and tokenizer."""
 
     @functools.wraps(method)
     def waiting(self, *args, **kwargs):
         if os.getpid() != self._process:
-            raise InputError(
-                "this LLM is of the process that was forked, with its threads: make another LLM in this one"
-            )
+            raise InputError("this LLM and its threads belong to the parent process: make another LLM in this process")
         with self._lock, on_cpu():
             return method(self, *args, **kwargs)
 
@@ -263,11 +262,11 @@ def one_thread_at_a_time(method):
 
 
 class Runner:
-    """A local checkpoint under a policy, which answers requests in waves that fit the budgets."""
+    """A checkpoint under a policy that answers requests in waves that fit the budgets."""
 
     @classmethod
     def from_arguments(cls, arguments: LLMArguments) -> Self:
-        """Return one of arguments that are kept as one value."""
+        """Return a runner with these arguments."""
         llm = cls.__new__(cls)
         llm._resolve(arguments)
         return llm
@@ -278,20 +277,20 @@ class Runner:
         self._lock, self._process, self._in_waves = threading.RLock(), os.getpid(), False
         self.at_a_time = 0  #: requests that ran together in the latest batch
         self.graphs = ""  #: ``WaveResult.graphs`` of the latest batch
-        self.num_shared = 0  #: prompt tokens of all batches that other requests had computed
-        self._num_prompts = 0  # that generate was given so far
+        self.num_shared = 0  #: prompt tokens, of all batches, that were reused from other requests
+        self._num_prompts = 0  # number of prompts of all calls of generate
         if not isinstance(arguments.model, (str, Path)) or not str(arguments.model):
             raise InputError(f"model must be the path of a local checkpoint folder, not {arguments.model!r}")
         self.checkpoint = Checkpoint(arguments.model)
-        self.get_default_sampling_params()  # what is wrong in the file is said now
+        self.get_default_sampling_params()  # raises now if the file is wrong
         self.paced = pick_device(arguments.device, arguments.link_gb_per_s, arguments.disk_dir, arguments.disk_gb_per_s)
-        self.device = self.paced.device  #: of the executor
+        self.device = self.paced.device
         shape = _with_limit(self.checkpoint.shape, arguments.max_model_len)
         self.problem = resolve_problem(arguments, shape, self.paced)
         self.shape: ModelShape = self.problem.shape
-        self.hardware: Hardware | None = self.problem.hardware  #: at the paces of this run; None: not known
+        self.hardware: Hardware | None = self.problem.hardware  #: with this run's link and disk rates; None: no profile
         self.requested_policy: Policy | str = resolve_policy(arguments.policy, self.shape)
-        #: the current policy; None before the first generate if machine and requests decide it
+        #: current policy; None before the first generate if it depends on machine and requests
         self.policy: Policy | None = self.requested_policy if isinstance(self.requested_policy, Policy) else None
         if self.policy is not None:
             check_runnable(self.shape, self.policy)
@@ -302,13 +301,13 @@ class Runner:
 
     @property
     def settled_policy(self) -> Policy:
-        """The policy in use. Raises ValueError before the requests have decided it."""
+        """The current policy. Raise ValueError if it is not chosen yet."""
         if self.policy is None:
-            raise ValueError("no policy is settled yet: call settle or generate")
+            raise ValueError("no policy is chosen yet: call settle or generate")
         return self.policy
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling of the checkpoint's generation_config.json, if ``generation_config`` is "auto"."""
+        """Return the sampling of the checkpoint's generation_config.json; vLLM's defaults if that is not used."""
         return SamplingParams(**default_sampling(self.checkpoint.path, self.arguments.generation_config))
 
     @one_thread_at_a_time
@@ -322,13 +321,13 @@ class Runner:
         joining: bool = True,
         begun: Iterable[int] = (),
     ) -> None:
-        """Answer requests of these lengths, which ``open_request`` makes when they begin: ``generate`` for more of them
-        than memory holds. They begin in the workload's order.
+        """Answer requests of these lengths in the workload's order; ``open_request`` makes each one when it begins.
 
-        ``completed`` takes each request's index and answer. ``hears``: callbacks. ``joining``: requests join a running
-        batch; not with forced decode tokens (``Generated.num_decoded``). ``begun``: unfinished requests of an earlier
-        call, continued after their tokens; for lossless policies only. Raise InputError as ``generate`` does, and
-        ValueError if the policy cannot do this (``open_batch``).
+        Unlike in ``generate``, the requests need not fit in memory together. ``completed`` is called with the index and
+        the answer of each. ``hears``: callbacks. ``joining``: whether requests may join a running batch; False for
+        forced decode tokens (``Generated.num_decoded``). ``begun``: unfinished requests of an earlier call to continue,
+        for lossless policies only. Raise InputError as ``generate`` does, and ValueError if the policy cannot continue
+        requests (``open_batch``).
         """
         running = RunningRequests(open_request)
         running.begin(np.arange(workload.num_requests, dtype=np.int32))
@@ -341,7 +340,7 @@ class Runner:
                 if any(ends and ends() for ends in (hears.should_stop, hears.should_drain)):
                     break
                 control = replace(hears, keep_trace=TRACED_TASKS if on_trace else False)
-                result = run_wave(  # no local engine: a kept error's frames would hold its buffers
+                result = run_wave(  # without a local variable for the engine: frames of a kept error would keep it
                     self.loaded.open_engine, wave, members, running, self.codec, completed=completed, control=control
                 )
                 self.num_shared += wave.sharing.num_tokens if wave.sharing else 0
@@ -354,20 +353,18 @@ class Runner:
     def waves(
         self, workload: Workload, joining: RunningRequests | None = None, problem: Problem | None = None
     ) -> Iterator[Iterator[tuple[np.ndarray, Wave]]]:
-        """Split requests of these lengths into waves that fit the budgets; yield an iterator over (indices of the
-        requests, their wave). The open engine has room for a wave until the next one is taken.
+        """Choose the policy, then yield an iterator over waves of requests that fit the budgets.
 
-        ``joining``: a wave has all requests that are left, where the policy allows it; while it runs they join it as
-        others leave, and the next wave has those that did not. It opens them, and knows their prompts.
-        ``problem``: under which they are admitted, in place of this LLM's own.
+        Its items are (indices of the requests, their wave). The engine has the buffers of a wave until the next one is
+        taken. ``joining``: opens requests that join a running wave (None: no request joins); if the policy allows that,
+        a wave has all remaining requests, and the next wave those that did not join. ``problem``: None: the LLM's own.
 
-        Settles the policy first; raises InputError, before any work, for budgets too small for a single one of the
-        requests. An error inside the ``with`` block first gives all memory and disk space back. Another thread waits
-        until the block ends; the same thread may not open a second one, which raises InputError.
+        Raise InputError, before any work, if the budgets are too small for one of the requests, or in a thread that has
+        an open block already; other threads wait. An error inside the block frees all memory and disk space.
         """
         with self._lock:
             if self._in_waves:
-                raise InputError("this LLM is running: a callback may not start another run; start it afterwards")
+                raise InputError("this LLM is running: a callback may not call it; call it afterwards")
             self._prepare(workload)
             problem = problem or self.problem
             check_longest(problem, self.settled_policy, workload)
@@ -384,12 +381,12 @@ class Runner:
     def _admitted(
         self, problem: Problem, workload: Workload, joining: RunningRequests | None
     ) -> Iterator[tuple[np.ndarray, Wave]]:
-        """Yield batch after batch."""
+        """Yield the waves of ``waves``."""
         policy, left = self.settled_policy, np.arange(workload.num_requests, dtype=np.int32)
         while len(left):
             lengths = workload if len(left) == workload.num_requests else workload.select(left)
             if lengths.prefixes:
-                lengths = replace(lengths, prefixes=None)  # of the prompts themselves all is known
+                lengths = replace(lengths, prefixes=None)  # the prompts themselves show what they share
             if joining:
                 joining.begin(left)
                 tree = PromptTree(joining.prompt) if self.arguments.enable_prefix_caching else None
@@ -405,40 +402,42 @@ class Runner:
             if wave.queue:
                 left = members[wave.queue.waiting]
                 if len(left) == len(members):
-                    raise RuntimeError("no request has found a place in a batch of its own")
+                    raise RuntimeError("no request fits an empty batch")
 
     @one_thread_at_a_time
     def load(self) -> dict[str, int]:
-        """Read the weights under the policy in use, unless they are kept; return the layers' bytes in each tier."""
+        """Read the weights under the current policy, unless they are in memory; return tier -> bytes of the layers."""
         return self.loaded.load(self.problem, self.settled_policy).layer_bytes
 
     @one_thread_at_a_time
     def settle(self, workload: Workload) -> Policy:
-        """Decide the policy by this workload, for all later calls. Raise InputError when budgets are too small."""
+        """Choose and return the policy for this workload, and keep it for later calls.
+        Raise InputError if the budgets are too small."""
         self._prepare(workload)
         self.requested_policy = self.settled_policy
         return self.settled_policy
 
     @one_thread_at_a_time
     def know(self, hardware: Hardware) -> None:
-        """Decide by this record of the machine from now on."""
+        """Use this record of the machine from now on."""
         self.arguments = replace(self.arguments, hardware=hardware)
         self.hardware = named_hardware(hardware, self.paced)
         self.problem = replace(self.problem, hardware=self.hardware)
 
     @one_thread_at_a_time
     def use(self, policy: Policy) -> None:
-        """Run all later calls under this policy; memory that it places otherwise is given back."""
+        """Run all later calls under this policy; free memory that is allocated for another placement."""
         self._adopt(policy)
         self.requested_policy = policy
 
     def _prepare(self, workload: Workload) -> None:
-        """Choose the policy for these lengths, if it is still open. Raise InputError once closed."""
+        """Choose the policy for these lengths, unless it is fixed. Raise InputError if the model is closed."""
         self.loaded.check_open()
         if not isinstance(name := self.requested_policy, Policy):
             self._adopt(settle_policy(name, self.problem, workload, self.paced.link_gb_per_s is not None))
 
     def _adopt(self, policy: Policy) -> None:
+        """Make this policy the current one; free memory that is allocated for another placement."""
         check_runnable(self.shape, policy)
         if self.policy is not None and policy != self.policy:
             same_weights = (policy.weights, policy.bits.weights) == (self.policy.weights, self.policy.bits.weights)
@@ -447,7 +446,7 @@ class Runner:
 
     @one_thread_at_a_time
     def close(self) -> None:
-        """Free memory and disk space for good: later calls raise InputError."""
+        """Free memory and disk space; later calls raise InputError."""
         self.release()
         self.loaded.closed = True
 
@@ -464,7 +463,7 @@ class Runner:
 
 
 def _with_limit(shape: ModelShape, max_model_len: int | None) -> ModelShape:
-    """Return the shape with room for ``max_model_len`` tokens of a request."""
+    """Return the shape with its context limited to ``max_model_len`` tokens. Raise InputError if it is shorter."""
     if max_model_len is None:
         return shape
     fits = is_integer(max_model_len) and 2 <= max_model_len <= shape.max_context
@@ -473,8 +472,8 @@ def _with_limit(shape: ModelShape, max_model_len: int | None) -> ModelShape:
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Clear the local variables of an error's finished frames: an interactive session keeps the last error, and pools
-    of gigabytes with it."""
+    """Clear the local variables of an error's finished frames.
+    An interactive session keeps the last error, and with its frames gigabytes of pools."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""Sampling settings of a request, under vLLM's field names; unsupported ones are refused by name."""
+"""Sampling settings of a request, with vLLM's field names. Unsupported fields are refused by name."""
 
 import difflib
 import math
@@ -10,7 +10,7 @@ import numpy as np
 from flexhybrid.core.errors import SHOWN, InputError, check, is_integer, is_number, shown, unknown
 from flexhybrid.structured_outputs import StructuredOutputsParams
 
-#: vLLM's other fields (vllm/sampling_params.py, versions 0.4 to 0.20), with the values that ask for nothing.
+#: Unsupported fields of vLLM (vllm/sampling_params.py, versions 0.4 to 0.20) -> values that have no effect.
 NEUTRAL: dict[str, tuple] = {
     "logprob_token_ids": (None,),
     **dict.fromkeys(("prompt_logprob_start", "prompt_logprob_token_ids"), (None,)),
@@ -22,39 +22,39 @@ NEUTRAL: dict[str, tuple] = {
     "extra_args": (None, {}),
     "length_penalty": (1.0,),
     "logits_processors": (None, []),
-    "output_kind": (0, 2),  # CUMULATIVE and FINAL_ONLY: the same for whoever waits for all answers
+    "output_kind": (0, 2),  # CUMULATIVE and FINAL_ONLY, the same if only complete answers are returned
     "routed_experts_prompt_start": (0,),
     "skip_clone": (False, True),
     "skip_reading_prefix_cache": (None, False, True),
     "thinking_token_budget": (None, -1),
 }
 
-#: Names of other programs, and of earlier versions of vLLM -> what to write here.
+#: Names in other programs, and in earlier versions of vLLM -> what to write here.
 OTHER_NAMES = {
     **{f"guided_{form}": f'structured_outputs={{"{form}": …}}' for form in ("json", "regex", "choice", "grammar")},
     "response_format": 'structured_outputs={"json": …}, or {"json_object": True}',
     **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "max_length", "num_predict"), "max_tokens"),
     **dict.fromkeys(("num_return_sequences", "best_of"), "n"),
     **dict.fromkeys(("stop_sequences", "stop_strings"), "stop"),
-    "do_sample": "temperature, of which 0 takes the most probable token",
+    "do_sample": "temperature=0, which takes the most probable token",
     "eos_token_id": "stop_token_ids",
     "min_new_tokens": "min_tokens",
     "no_repeat_ngram_size": "repetition_penalty, or frequency_penalty",
-    "use_beam_search": "n and logprobs, to choose by",
+    "use_beam_search": "n, and logprobs to choose the best answer",
 }
 
-#: Host bytes of a log probability: as numbers; as JSON with its token; as objects, which one answer has at a time.
+#: Host bytes of a log probability: as numbers; as JSON with its token; as objects, for one answer at a time.
 RECORD_BYTES, TEXT_BYTES, OBJECT_BYTES = 16, 100, 800
-MOST_ANSWERS = 16_384  #: to one prompt; vLLM's bound
-LARGEST_COUNT = 2**31 - 1  #: top_k and min_tokens beyond it are taken as this, more than any vocabulary or context
-#: Fields that are whole numbers: name, least value, what besides a number there may be.
+MOST_ANSWERS = 16_384  #: most answers to a prompt, as in vLLM
+LARGEST_COUNT = 2**31 - 1  #: larger values of top_k and min_tokens are replaced by this one
+#: Fields that are whole numbers: name, least value, further conditions as text.
 _COUNTS = (
     ("n", 1, f" and <= {MOST_ANSWERS}"),
-    ("max_tokens", 1, "; None (JSON: null) for all that the model has room for; 0 only with echo"),
+    ("max_tokens", 1, "; None (JSON: null) for the remaining context; 0 only with echo"),
     ("min_tokens", 0, ""),
     ("top_k", -1, "; 0 or -1 turns it off"),
 )
-#: Number fields: name, accepted values in words.
+#: Fields that are numbers: name, check of a value, description of valid values.
 _NUMBERS = (
     ("temperature", lambda number: 0 <= number < math.inf, "a finite number >= 0"),
     ("top_p", lambda number: 0 < number <= 1, "above 0 and at most 1, which turns it off"),
@@ -64,52 +64,51 @@ _NUMBERS = (
     ("repetition_penalty", lambda number: 0 < number < math.inf, "a finite number > 0; 1 turns it off"),
 )
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-MOST_LOGPROBS = 20  #: alternatives per token; vLLM's default bound, and OpenAI's
-LARGEST_BIAS = 100.0  #: a bias beyond it, up or down, is taken as this, as in vLLM
+MOST_LOGPROBS = 20  #: most alternatives per token, as by vLLM's default, and OpenAI's
+LARGEST_BIAS = 100.0  #: biases are limited to -LARGEST_BIAS … LARGEST_BIAS, as in vLLM
 
 
 @dataclass(frozen=True, init=False)
 class SamplingParams:
-    """How one request is answered. A wrong value, or an unsupported field of vLLM's, raises InputError.
+    """The sampling settings of one request.
 
-    Forbidden tokens are masked, logit_bias is added, and the penalties of repetition, frequency and presence are
-    applied; then logits are divided by the temperature, and min_p, top_k and top_p are applied, in this order, as in
-    vLLM. If every token is forbidden, the most probable one is taken.
+    The steps are those of vLLM, in its order: forbidden tokens are masked, logit_bias is added, and the penalties of
+    repetition, frequency and presence are applied; logits are divided by the temperature; then min_p, top_k and top_p
+    are applied. If every token is forbidden, the most probable one is taken.
 
-    Log probabilities are of the model's own logits, before all that.
-
-    Answer i of n draws like the only answer of a request with ``seed`` + i.
+    Log probabilities come from the model's own logits, before all these steps. Answer i of n draws like the only answer
+    of a request with ``seed`` + i. Raise InputError for a wrong value, or an unsupported field of vLLM.
     """
 
-    n: int = 1  #: answers a prompt
-    max_tokens: int | None = 16  #: None: the model's remaining positions
-    min_tokens: int = 0  #: tokens before end-of-sequence, stop_token_ids and stop may end the answer
+    n: int = 1  #: number of answers
+    max_tokens: int | None = 16  #: None: the remaining context
+    min_tokens: int = 0  #: least tokens before end-of-sequence, stop_token_ids and stop may end the answer
     temperature: float = 1.0  #: 0 takes the most probable token
     top_k: int = 0  #: draw from the k most probable tokens; 0 or -1: off
-    top_p: float = 1.0  #: draw from the most probable tokens whose probabilities reach this; 1: off
-    min_p: float = 0.0  #: draw from tokens of at least this share of the most probable one's probability; 0: off
-    seed: int | None = None  #: None draws one a call
-    stop_token_ids: tuple[int, ...] = ()  #: these end the answer; they stay in token_ids, but not in text
+    top_p: float = 1.0  #: draw from the most probable tokens with this total probability; 1: off
+    min_p: float = 0.0  #: draw from tokens with at least this share of the highest probability; 0: off
+    seed: int | None = None  #: None: a random seed per call
+    stop_token_ids: tuple[int, ...] = ()  #: tokens that end the answer; they stay in token_ids, but not in text
     stop: tuple[str, ...] = ()  #: (or one text) texts that end the answer, which is cut before them
-    include_stop_str_in_output: bool = False  #: the text is cut behind what ended the answer
+    include_stop_str_in_output: bool = False  #: cut the text after the stop text or token instead
     ignore_eos: bool = False
     skip_special_tokens: bool = True  #: leave special tokens out of the text
     frequency_penalty: float = 0.0  #: subtracted from a token's logit for each time that the answer has it
     presence_penalty: float = 0.0  #: subtracted from the logits of tokens that the answer has
-    repetition_penalty: float = 1.0  #: divides positive and multiplies negative logits of used tokens
-    logit_bias: tuple[tuple[int, float], ...] = ()  #: (or a dictionary) token id -> what is added to its logit
+    repetition_penalty: float = 1.0  #: divides positive, multiplies negative logits of tokens in prompt or answer
+    logit_bias: tuple[tuple[int, float], ...] = ()  #: (or a dictionary) token id -> number added to its logit
     allowed_token_ids: tuple[int, ...] | None = None  #: only these tokens are allowed; None: all
-    bad_words: tuple[str, ...] = ()  #: texts whose tokens may not follow one another
-    logprobs: int | None = None  #: return log probabilities of each token and of this many alternatives
-    prompt_logprobs: int | None = None  #: likewise of the prompt's tokens, from the second one on
-    structured_outputs: StructuredOutputsParams | None = None  #: (or a dictionary of its fields) the answer's form
+    bad_words: tuple[str, ...] = ()  #: texts that the answer may not have
+    logprobs: int | None = None  #: return log probabilities of each token and of this number of alternatives
+    prompt_logprobs: int | None = None  #: the same for the prompt's tokens, from the second one on
+    structured_outputs: StructuredOutputsParams | None = None  #: (or a dictionary of its fields) form of the answer
 
     def __init__(self, **values):
-        """Fields besides those above: accepted at the value that asks for nothing. guided_decoding is vLLM's earlier
-        name for structured_outputs."""
+        """Set the fields. Unsupported fields of vLLM are accepted with values that have no effect; guided_decoding is
+        vLLM's former name of structured_outputs."""
         if (guided := values.pop("guided_decoding", None)) is not None:
             if values.get("structured_outputs") is not None:
-                raise InputError("guided_decoding is the earlier name of structured_outputs: give one of them")
+                raise InputError("guided_decoding is the former name of structured_outputs: give one of them")
             values["structured_outputs"] = guided
         supported = {field.name: field.default for field in fields(self)}
         for name in values.keys() - supported.keys():
@@ -119,8 +118,8 @@ class SamplingParams:
             if name not in NEUTRAL:
                 near = difflib.get_close_matches(name[:SHOWN].lower(), NEUTRAL, n=3)
                 raise unknown("sampling parameter", name, [*supported, *near])
-            value = getattr(values[name], "value", values[name])  # vLLM's output_kind is an Enum
-            if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
+            value = getattr(values[name], "value", values[name])  # output_kind of vLLM is an Enum
+            if not any(same(value, neutral) for neutral in NEUTRAL[name]):
                 raise InputError(
                     f"sampling parameter {name} is not supported: it must be left at {NEUTRAL[name][0]!r}, not "
                     f"{shown(value)}{written}; supported: {', '.join(supported)}"
@@ -130,7 +129,7 @@ class SamplingParams:
         self._check()
 
     def _check(self) -> None:
-        """Raise InputError for the first field that is wrong; settle the spellings of the same thing."""
+        """Raise InputError for the first wrong field; give equal settings one form."""
         for name, least, more in _COUNTS:
             value = getattr(self, name)
             unlimited = name == "max_tokens" and value is None
@@ -166,7 +165,8 @@ class SamplingParams:
 
 
 def params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:
-    """Return ``generate``'s argument (None, one SamplingParams, or a list) as one for each prompt."""
+    """Return ``generate``'s argument (None, one SamplingParams, or a list) as a list with one for each prompt.
+    Raise InputError for anything else."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -178,9 +178,7 @@ def params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:
         if not isinstance(wanted, SamplingParams):
             raise InputError(f"sampling_params {index} must be a SamplingParams, not {type(wanted).__name__}")
     if len(params) != num_prompts:
-        raise InputError(
-            f"there are {num_prompts} prompts and {len(params)} sampling_params; a list needs one a prompt"
-        )
+        raise InputError(f"there are {num_prompts} prompts and {len(params)} sampling_params: give one per prompt")
     return params
 
 
@@ -204,8 +202,7 @@ def _token_ids(name: str, value) -> tuple[int, ...]:
 
 
 def _biases(value) -> tuple[tuple[int, float], ...]:
-    """Return (token id, bias) of a dictionary, whose keys may be texts, as in JSON, or of this function's own
-    result."""
+    """Return (token id, bias) pairs of a dictionary, whose keys may be texts as in JSON, or of an earlier result."""
     wanted = 'a dictionary of token ids and numbers, such as {"50256": -100}'
     if value is None:
         return ()
@@ -221,14 +218,14 @@ def _biases(value) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
-def _same(value, neutral) -> bool:
-    """Equal, and a bool only where a bool is meant."""
+def same(value, neutral) -> bool:
+    """Return whether two values are equal and of the same kind: True is not 1."""
     same_kind = is_number(value) if is_number(neutral) else isinstance(value, type(neutral))
     return same_kind and value == neutral
 
 
 def noted_bytes(params: SamplingParams, prompt_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """Return the host bytes of a request's log probabilities (``Workload.noted``)."""
+    """Return the host bytes of a request's log probabilities: of one token, and of the whole (``Workload.noted``)."""
     answer, prompt = (0 if count is None else count + 1 for count in (params.logprobs, params.prompt_logprobs))
     each = prompt_tokens * prompt + max_tokens * answer
     return RECORD_BYTES * max(answer, prompt), each * (params.n * (RECORD_BYTES + TEXT_BYTES) + OBJECT_BYTES)

@@ -1,4 +1,4 @@
-"""From the sampling settings of requests to the choice of a checkpoint's tokens."""
+"""Converts the sampling settings of requests to changes of a checkpoint's logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from flexhybrid.runtime.kernels.logit_changes import LogitChanges
 from flexhybrid.sampling_params import SamplingParams
 from flexhybrid.structured_outputs import CompiledGrammar, Grammars
 
-LARGEST_PENALTY = 1e25  #: of repetition: logits times it are finite in float32
+LARGEST_PENALTY = 1e25  #: limit on the repetition penalty, so that logits stay finite in float32
 
 
 @dataclass
@@ -21,17 +21,17 @@ class SamplingRules:
     """The meaning of sampling parameters for one checkpoint."""
 
     shape: ModelShape
-    folder: Path  #: of the checkpoint, for error messages
+    folder: Path  #: folder of the checkpoint, for error messages
     tokenizer: Any  #: transformers' tokenizer of the checkpoint, or None
-    grammars: Callable[[], Grammars]  #: makes them at first use
+    grammars: Callable[[], Grammars]  #: returns the compiler of grammars, made at first use
 
     def check(self, params: SamplingParams, name: str) -> None:
-        """Raise InputError, calling the prompt ``name``, for what this checkpoint does not support."""
+        """Raise InputError if this checkpoint does not support the parameters. ``name``: the prompt's, for messages."""
         self.changes(params, 0, name)
         self.grammar(params, name)
 
     def grammar(self, params: SamplingParams, name: str) -> CompiledGrammar | None:
-        """Return the grammar of a request's answer; None: it has none. Raise InputError likewise."""
+        """Return the grammar of a request's answer, or None. Raise InputError as ``check`` does."""
         if params.structured_outputs is None:
             return None
         if self.tokenizer is None:
@@ -39,8 +39,7 @@ class SamplingRules:
         return self.grammars().compile(params.structured_outputs)
 
     def changes(self, params: SamplingParams, prompt_tokens: int, name: str) -> LogitChanges | None:
-        """Return a request's changes to its logits; None: none. Raise InputError, calling the prompt ``name``, for what
-        this checkpoint does not support."""
+        """Return the changes of a request's logits, or None if there are none. Raise InputError as ``check`` does."""
         self._check_ids("stop_token_ids", params.stop_token_ids, name)
         if params.stop and self.tokenizer is None:
             raise InputError(f"{name} has stop texts, but {self.folder} has no tokenizer files; give stop_token_ids")
@@ -69,20 +68,21 @@ class SamplingRules:
         )
 
     def _check_ids(self, field: str, ids: tuple[int, ...], name: str) -> None:
+        """Raise InputError for an unknown token id."""
         if wrong := [token for token in ids if token >= self.shape.vocab]:
             vocabulary = f"the vocabulary is 0 … {self.shape.vocab - 1}"
             raise InputError(f"{field} of {name} holds token id {shown(wrong[0])}; {vocabulary}")
 
     def _held_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the token ids that the first min_tokens tokens may not be."""
+        """Return the token ids that are forbidden for the first min_tokens tokens."""
         if not params.min_tokens:
             return ()
-        # As in vLLM, ignore_eos does not shorten the minimum length for end-of-sequence.
+        # As in vLLM, end-of-sequence is forbidden here even with ignore_eos.
         return tuple(sorted(t for t in {*params.stop_token_ids, *self.shape.eos_token_ids} if t < self.shape.vocab))
 
     def _bad_words(self, params: SamplingParams, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return the words' tokens, at the beginning of a text and after a space. vLLM drops the latter if they are
-        more or fewer tokens, so such a word can still occur there."""
+        """Return the tokens of each bad word, at the beginning of a text and after a space.
+        vLLM leaves out the second form if its number of tokens differs, so that the word can still occur there."""
         if self.tokenizer is None:
             raise InputError(f"{name} has bad_words, but {self.folder} has no tokenizer files; give logit_bias")
         spellings = [before + text.lstrip() for text in params.bad_words for before in ("", " ")]

@@ -1,7 +1,7 @@
-"""Log-probabilities of given texts, through the executor: their tokens replace the sampled ones (teacher forcing).
+"""Computes log-probabilities of given texts with the executor: their tokens replace sampled ones (teacher forcing).
 
-The first part of each text is an ordinary prompt; the rest is decoded with the text's own tokens. So a policy's cache
-is written, moved, compressed or thinned out as in a run.
+The first part of each text is an ordinary prompt; the rest is decoded with the text's own tokens. A policy's cache is
+therefore written, moved, compressed and selected from as in a run.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +25,9 @@ from flexhybrid.sampling_params import SamplingParams
 class Score:
     """The model's predictions at the forced tokens of one text."""
 
-    logprobs: np.ndarray  #: natural logarithm of the probability of each
-    greedy: np.ndarray  #: the token that it would have chosen at each
-    #: token id -> natural logarithm of its probability in the place of the last forced token, where asked for
-    last_logprobs: dict[int, float]
+    logprobs: np.ndarray  #: natural logarithm of each forced token's probability
+    greedy: np.ndarray  #: most probable token at each position
+    last_logprobs: dict[int, float]  #: token id -> log-probability at the last position, for the requested tokens
 
     @property
     def logprob(self) -> float:
@@ -44,22 +43,19 @@ def score(
     on_score: Callable[[int, Score], None] | None = None,
     last_tokens: Sequence[Sequence[int]] | None = None,
 ) -> list[Score]:
-    """Return scores of the last ``num_forced`` tokens of each text (token ids): at least one, after at least one other.
+    """Return the scores of the last ``num_forced`` tokens of each text (token ids); a text needs one token before them.
 
-    ``watch(executor, indices of its texts)`` may wrap the verbs of each wave's executor before it runs; the bytes that
-    tasks really move are then noted in ``executor.resolved``. ``on_score(i, score)`` is called for each text i when its
-    wave is done. ``last_tokens``: of each text, token ids whose log-probabilities in the place of its last token are
-    wanted (``Score.last_logprobs``). Raise InputError for a text that is too short or too
-    long, or holds an unknown token id.
+    ``watch(executor, indices of its texts)`` may wrap the verbs of each wave's executor before it runs;
+    ``executor.resolved`` then has the bytes that tasks really move. ``on_score(i, score)`` is called for each text i
+    after its wave. ``last_tokens``: for each text, token ids whose log-probabilities at its last position are returned
+    (``Score.last_logprobs``). Raise InputError for a text that is too short, too long, or has an unknown token id.
     """
     counts = np.broadcast_to(np.asarray(num_forced), len(texts))
     for i, (text, count) in enumerate(zip(texts, counts.tolist(), strict=True)):
         if not 1 <= count < len(text):
-            raise InputError(f"text {i} has {len(text)} tokens: {count} of them cannot be scored after a first one")
-        if len(text) > llm.shape.max_context + 1:  # the last token is never fed: it needs no position
-            raise InputError(
-                f"text {i} has {len(text)} tokens; model {llm.shape.name} takes {llm.shape.max_context}, and one behind"
-            )
+            raise InputError(f"text {i} has {len(text)} tokens: it needs {count} to score, and one before them")
+        if len(text) > llm.shape.max_context + 1:  # the last token is never an input and needs no position
+            raise InputError(f"text {i} has {len(text)} tokens; the model scores at most {llm.shape.max_context + 1}")
         for part in (text[:-2], text[-2:]):
             if part:
                 llm.codec.check(list(part), SamplingParams(), f"text {i}")
@@ -67,7 +63,7 @@ def score(
         return []
     workload = Workload(np.array([len(text) for text in texts]) - counts, counts)
     scores: dict[int, Score] = {}
-    problem = llm.problem.assembling if watch else None  # what is watched is the attention buffer
+    problem = llm.problem.assembling if watch else None  # so that there is an attention buffer to watch
     with llm.waves(workload, problem=problem) as waves:
         for members, wave in waves:
             wanted = [last_tokens[i] if last_tokens else () for i in members]
@@ -80,6 +76,7 @@ def score(
 
 
 def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, last_tokens, watch, on_tokens) -> list[Score]:
+    """Return the scores of a wave's texts."""
     counts = wave.workload.max_tokens
     prompts = [list(text[:-count]) for text, count in zip(texts, counts, strict=True)]
     session = Session(llm.loaded.open_engine, wave, prompts)
@@ -103,7 +100,7 @@ def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, last_tokens, w
     if watch:
         watch(executor, members)
     session.generate(RunControl(keep_trace=watch is not None, on_tokens=on_tokens))
-    executor.verbs = {}  # Watchers hold the executor: releasing them frees its buffers.
+    executor.verbs = {}  # Wrapped verbs refer to the executor; without them its buffers are freed.
     return [
         Score(logprobs[i, :count].cpu().numpy(), greedy[i, :count].cpu().numpy(), last_logprobs[i])
         for i, count in enumerate(counts)

@@ -1,7 +1,7 @@
-"""Answers of a given form: a JSON schema, a regular expression, one of some texts, or a grammar.
+"""Restricts answers to a form: a JSON schema, a regular expression, a choice of texts, or a grammar.
 
-llguidance says which tokens keep an answer in its form (https://github.com/guidance-ai/llguidance: a lexer by
-derivatives of regular expressions and an Earley parser, over a trie of the vocabulary). It is an optional dependency.
+The optional library llguidance tells which tokens keep an answer in its form (https://github.com/guidance-ai/llguidance:
+a lexer with derivatives of regular expressions and an Earley parser, over a trie of the vocabulary).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 
 from flexhybrid.core.errors import InputError, check, shown, unknown
 
-KEPT_GRAMMARS = 32  #: compiled forms that no request uses; one of a small schema takes 0.1 to 1 MB
+KEPT_GRAMMARS = 32  #: number of cached compiled forms; a small schema takes 0.1 to 1 MB
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
-#: vLLM's other fields, with the values that ask for nothing.
+#: Unsupported fields of vLLM -> values that have no effect.
 NEUTRAL: dict[str, tuple] = {
     **dict.fromkeys(("whitespace_pattern", "structural_tag", "backend"), (None,)),
     **dict.fromkeys(("disable_fallback", "disable_additional_properties"), (False,)),
@@ -29,7 +29,7 @@ NEUTRAL: dict[str, tuple] = {
 
 
 def grammar_version() -> dict[str, str]:
-    """Return the version of the library that decides which tokens a form allows, by its name; {} without it."""
+    """Return the name and version of the library that decides which tokens a form allows; {} without it."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return {"llguidance": metadata.version("llguidance")}
     return {}
@@ -37,14 +37,14 @@ def grammar_version() -> dict[str, str]:
 
 @dataclass(frozen=True, init=False)
 class StructuredOutputsParams:
-    """The form of an answer, under vLLM's field names: exactly one of json, regex, choice, grammar and json_object."""
+    """The form of an answer, with vLLM's field names: exactly one of json, regex, choice, grammar and json_object."""
 
     json: str | None = None  #: (or a dictionary) a JSON schema
-    regex: str | None = None  #: that the whole answer matches
-    choice: tuple[str, ...] | None = None  #: texts, one of which is the answer
-    grammar: str | None = None  #: in the notation of Lark, or with ::= in GBNF
-    json_object: bool | None = None  #: any JSON object
-    disable_any_whitespace: bool = False  #: JSON without line ends and spaces that its syntax does not need
+    regex: str | None = None  #: a regular expression that matches the whole answer
+    choice: tuple[str, ...] | None = None  #: texts of which one is the answer
+    grammar: str | None = None  #: a grammar in Lark's notation, or in GBNF if it has ::=
+    json_object: bool | None = None  #: True: any JSON object
+    disable_any_whitespace: bool = False  #: JSON without optional line ends and spaces
 
     def __init__(self, **values):
         supported = {field.name: field.default for field in fields(self)}
@@ -62,7 +62,7 @@ class StructuredOutputsParams:
         self._settle(asked[0])
 
     def _settle(self, form: str) -> None:
-        """Check the form that is asked for, and settle its spelling. Raise InputError."""
+        """Check the value of ``form`` and give it its final type. Raise InputError if it is wrong."""
         value = getattr(self, form)
         if form == "json":
             try:
@@ -84,7 +84,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, value) -> StructuredOutputsParams:
-        """Return a user's value as one of these: itself, or a dictionary of its fields. Raise InputError."""
+        """Return the value, or the form of a dictionary of fields. Raise InputError for anything else."""
         if isinstance(value, cls):
             return value
         names = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
@@ -93,10 +93,10 @@ class StructuredOutputsParams:
 
 
 class Grammars:
-    """Compiles forms for the vocabulary of one checkpoint; keeps the latest ones."""
+    """Compiles forms for the vocabulary of one checkpoint, and caches the latest ones."""
 
     def __init__(self, tokenizer, vocab: int, eos_token_ids: tuple[int, ...]):
-        """Raise InputError where llguidance is missing or cannot read the tokenizer."""
+        """Raise InputError if llguidance is missing or cannot read the tokenizer."""
         try:
             self._llguidance = importlib.import_module("llguidance")
             from_tokenizer = importlib.import_module("llguidance.hf").from_tokenizer
@@ -106,12 +106,12 @@ class Grammars:
         self.size = size = max(vocab, len(tokenizer))
         try:
             self.tokenizer = from_tokenizer(tokenizer, size, list(self.ends) or None)
-        except Exception as error:  # a Rust library raises what it likes
+        except Exception as error:  # the Rust library may raise anything
             raise InputError(f"structured outputs cannot read this tokenizer: {str(error).splitlines()[0]}") from None
         self.compile = functools.lru_cache(maxsize=KEPT_GRAMMARS)(self._compile)
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """Raise InputError for an invalid form."""
+        """Return the compiled form. Raise InputError if it is invalid."""
         matcher_of = self._llguidance.LLMatcher
         try:
             text = self._text(params)
@@ -127,7 +127,7 @@ class Grammars:
         return CompiledGrammar(matcher_of(self.tokenizer, text, log_level=0), self.size, self.ends)
 
     def _text(self, params: StructuredOutputsParams) -> str:
-        """Return llguidance's own text of a form."""
+        """Return the form in llguidance's own notation."""
         matcher_of = self._llguidance.LLMatcher
         if params.json or params.json_object:
             options = {"whitespace_flexible": not params.disable_any_whitespace}
@@ -140,19 +140,19 @@ class Grammars:
 
 
 class CompiledGrammar:
-    """A compiled form, and the beginning of an answer in it."""
+    """A compiled form with the state of one answer."""
 
     def __init__(self, matcher: Any, size: int, ends: tuple[int, ...]):
-        """``size``: tokens of the matcher's vocabulary; ``ends``: those that end an answer."""
+        """``size``: number of tokens in the matcher's vocabulary. ``ends``: tokens that end an answer."""
         self._matcher, self._size, self._ends = matcher, size, ends
 
     def begin(self) -> CompiledGrammar:
-        """Return the beginning of another answer."""
+        """Return the form with the state of a new answer."""
         return CompiledGrammar(self._matcher.deep_copy(), self._size, self._ends)
 
     def fill(self, words: np.ndarray) -> None:
-        """Set bit t % 32 of word t // 32 (int32) where token t may come next; at the form's end only what ends an
-        answer may. Raise InputError where llguidance has failed."""
+        """Set bit t % 32 of word t // 32 (int32) for each token t that may come next.
+        At the form's end, only tokens that end an answer may. Raise InputError if llguidance has failed."""
         if self._matcher.is_error():
             raise InputError(self._matcher.get_error())
         if not self._matcher.is_stopped():
@@ -166,6 +166,6 @@ class CompiledGrammar:
             words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
 
     def advance(self, token: int) -> None:
-        """Advance by a token; a token that the form forbids is an error."""
+        """Advance by a token. After a forbidden token, ``fill`` raises."""
         if not self._matcher.is_stopped() and not self._matcher.is_error():
             self._matcher.consume_token(token)

@@ -1,14 +1,15 @@
-"""Arguments of vLLM's ``LLM``: values that ask for nothing are taken, others answered with what to write here."""
+"""Arguments of vLLM's ``LLM``: values without effect are accepted; for others, the error says what to write here."""
 
 from collections.abc import Iterable
 
 from flexhybrid.core.errors import InputError, shown, unknown
+from flexhybrid.sampling_params import same
 
 _NO_DOWNLOAD = "nothing is downloaded: give a local folder (hf download NAME --local-dir FOLDER)"
 _ONE_DEVICE = "a model runs on one device; `flexhybrid run --engine ray` starts an executor on each"
-_PLACES = 'the policy says where weights and cache are; budgets are device_memory="20GiB" and host_memory="100GiB"'
+_PLACES = 'the policy places weights and cache; budgets are device_memory="20GiB" and host_memory="100GiB"'
 
-#: Names, the values that ask for nothing besides None (None: all values), and what to write in the place of others.
+#: Names; values without effect, besides None (None: all values); and what to write in place of other values. From
 #: vllm/entrypoints/llm.py and vllm/engine/arg_utils.py, versions 0.4 to 0.20.
 _ROWS: tuple[tuple[str, tuple | None, str], ...] = (
     ("async_scheduling compilation_config disable_async_output_proc disable_custom_all_reduce disable_log_requests "
@@ -18,11 +19,11 @@ _ROWS: tuple[tuple[str, tuple | None, str], ...] = (
     ("data_parallel_size pipeline_parallel_size tensor_parallel_size", (1,), _ONE_DEVICE),
     ("disable_sliding_window enable_expert_parallel", (False,), "leave it out"),
     ("override_neuron_config speculative_config", ({},), "leave it out"),
-    ("allowed_local_media_path limit_mm_per_prompt mm_processor_kwargs", ("", {}), "models of text run here"),
+    ("allowed_local_media_path limit_mm_per_prompt mm_processor_kwargs", ("", {}), "only text models are supported"),
     ("block_size", (16,), "blocks have 16 tokens"),
     ("config_format", ("auto", "hf"), "checkpoints are in Hugging Face layout"),
-    ("convert", ("auto", "none"), "models generate"),
-    ("runner task", ("auto", "generate"), "models generate"),
+    ("convert", ("auto", "none"), "models only generate"),
+    ("runner task", ("auto", "generate"), "models only generate"),
     ("cpu_offload_gb", (0,), _PLACES),
     ("gpu_memory_utilization", (0.9,), _PLACES),
     ("num_gpu_blocks_override", (), _PLACES),
@@ -32,34 +33,34 @@ _ROWS: tuple[tuple[str, tuple | None, str], ...] = (
     ("quantization_param_path", (), "give a policy with bits=Bits(kv=8)"),
     ("quantization", (), "give a policy with bits=Bits(weights=4): it packs plain weights while loading"),
     ("load_format", ("auto", "hf", "pt", "safetensors"), "safetensors and .bin files are read"),
-    ("max_num_batched_tokens", (), "a policy's max_mini_batch_tokens says so"),
-    ("max_num_seqs", (256,), "a policy's max_batch says so: Policy(max_batch=…)"),
-    ("max_seq_len", (), "requests are as long as their prompt and max_tokens; max_model_len bounds both"),
+    ("max_num_batched_tokens", (), "give a policy with max_mini_batch_tokens"),
+    ("max_num_seqs", (256,), "give a policy with max_batch: Policy(max_batch=…)"),
+    ("max_seq_len", (), "give max_model_len, which limits prompt and answer together"),
     ("override_generation_config", ({},), "give SamplingParams"),
     ("seed", (0,), "give SamplingParams(seed=…)"),
-    ("skip_tokenizer_init", (False,), "prompts may be token ids all the same"),
-    ("tokenizer_mode", ("auto", "hf"), "the tokenizer is transformers' own"),
+    ("skip_tokenizer_init", (False,), "leave it out: prompts may be token ids in any case"),
+    ("tokenizer_mode", ("auto", "hf"), "leave it out: the tokenizer is transformers' own"),
 )  # fmt: skip
 ARGUMENTS = {name: (neutral, advice) for names, neutral, advice in _ROWS for name in names.split()}
-_POOLING = "models generate text here; embeddings, scores and classes need another program"
+_POOLING = "models only generate text here; embeddings, scores and classes need another program"
 _SERVER = "there is no server behind this LLM"
-#: Methods and attributes of vLLM's ``LLM`` -> what there is instead. vllm/entrypoints/llm.py, versions 0.4 to 0.20.
+#: Methods and attributes of vLLM's ``LLM`` -> advice. From vllm/entrypoints/llm.py, versions 0.4 to 0.20.
 METHODS = {
     **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _POOLING),
     **dict.fromkeys(("apply_model", "collective_rpc", "get_metrics", "llm_engine", "preprocess_chat"), _SERVER),
-    "beam_search": "it is not supported: generate with SamplingParams(n=…), and logprobs to choose by",
+    "beam_search": "use SamplingParams(n=…, logprobs=…) and choose the best answer",
     "set_tokenizer": "put the tokenizer's files into the model's folder",
-    "sleep": "release() gives the memory back until the next generate",
+    "sleep": "release() frees the memory until the next generate",
     "wake_up": "the next generate loads the weights again",
-    **dict.fromkeys(("start_profile", "stop_profile"), "generate(…, on_trace=…) is given what ran when"),
-    **dict.fromkeys(("reset_prefix_cache", "reset_mm_cache"), "nothing of a call's prompts is kept for the next one"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "generate(…, on_trace=…) returns a trace"),
+    **dict.fromkeys(("reset_prefix_cache", "reset_mm_cache"), "no prompt is cached from one call to the next"),
 }
-#: vLLM's names of dtypes that have another name here.
+#: Names of dtypes in vLLM -> names here, if different.
 DTYPES = {"half": "float16", "float": "float32"}
 
 
 def check_vllm_arguments(others: dict, model: object, known: Iterable[str]) -> None:
-    """Raise InputError for the first of ``others`` that asks for something, or that vLLM does not know either."""
+    """Raise InputError for the first of ``others`` that would have an effect, or is not one of vLLM's arguments."""
     for name, value in others.items():
         if name == "tokenizer" and (value is None or str(value) == str(model)):
             continue
@@ -68,29 +69,24 @@ def check_vllm_arguments(others: dict, model: object, known: Iterable[str]) -> N
         if name not in ARGUMENTS:
             raise unknown("argument of LLM", name, known)
         neutral, advice = ARGUMENTS[name]
-        if neutral is not None and value is not None and not _is_one_of(value, neutral):
+        if neutral is not None and value is not None and not any(same(value, one) for one in neutral):
             raise InputError(f"{name} is {shown(value)}, which is not supported: {advice}")
 
 
 def absent_method(name: str) -> str:
-    """Return the message of an AttributeError: what ``LLM`` has in the place of a method of vLLM's."""
+    """Return the message of an AttributeError, with advice for a method of vLLM's ``LLM``."""
     advice = f": {METHODS[name]}" if name in METHODS else ""
     return f"LLM has no attribute {name!r}{advice}"
 
 
-def _is_one_of(value: object, neutral: tuple) -> bool:
-    """Return whether a value is one of these; True and False are no numbers."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
-
-
 def plain_dtype(dtype: object) -> str:
-    """Return the name of a dtype, which may be torch's own or vLLM's short name."""
+    """Return the name of a dtype, given as torch's dtype or by name, also vLLM's short one."""
     name = str(dtype).removeprefix("torch.")
     return DTYPES.get(name, name)
 
 
 def nothing_asked(**asked: object) -> None:
-    """Raise InputError for arguments of vLLM's ``generate`` and ``chat`` that ask for something unsupported."""
+    """Raise InputError for arguments of vLLM's ``generate`` and ``chat`` that would have an effect."""
     for name, value in asked.items():
         if value:
             raise InputError(f"{name} is {shown(value)}; it is not supported: leave it out")

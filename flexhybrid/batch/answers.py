@@ -1,9 +1,8 @@
-"""The output file, the only record of what is done: one line a request, appended and never changed.
+"""The output file, with one line per answered or refused request. It alone records which requests are done.
 
-An answer and its done mark are one line, keyed by the input's line number in ``id``. Lines are written in groups, each
-by one write to a file opened for appending; a failed write is cut off. A process that dies during a write leaves at
-most a torn last line, which the next one cuts when it opens the file. While the disk is full, lines wait in memory and
-the run goes on.
+Lines are appended and never changed; ``id`` has the line number in the input. Each group of lines is one write. After a
+failed write, the file is cut to end with a complete line. A process that dies during a write leaves at most one
+incomplete line, which the next run cuts. While the disk is full, lines wait in memory and the run continues.
 """
 
 import errno
@@ -21,31 +20,31 @@ from flexhybrid.batch.replies import parse_answer, renumbered
 from flexhybrid.core.errors import FULL, InputError, file_error, file_errors
 from flexhybrid.core.files import lock_file, new_file
 
-SYNC_RESULTS, SYNC_S = 256, 1.0  #: results, or seconds, after which written lines are synced
+SYNC_RESULTS, SYNC_S = 256, 1.0  #: number of lines, or seconds, after which written lines are synced to the disk
 NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 RETRY_S = 2.0  #: seconds between attempts to write to a full disk
-MOST_WAITING_BYTES = 1 << 28  #: of lines that wait for room
-ROOM_WAIT_S = 600.0  #: seconds that a run waits for room when nothing is left to compute
-MOST_TOKENS = 1 << 30  #: of a line that are believed
-PENDING, ANSWERED, FAILED, BLANK = 0, 1, 2, 3  #: of a line: not done, an answer, an error, nothing was asked
+MOST_WAITING_BYTES = 1 << 28  #: most bytes of lines that wait in memory
+ROOM_WAIT_S = 600.0  #: seconds that a run with all requests done waits for a full disk
+MOST_TOKENS = 1 << 30  #: limit on a line's token count, against wrong numbers in the file
+PENDING, ANSWERED, FAILED, BLANK = 0, 1, 2, 3  #: states of an input line: not done, answered, refused, empty
 
 
 class Kept(NamedTuple):
-    """What is known of an output file; updated at once, because an interrupt may come at any statement."""
+    """The state of an output file. One tuple, so that it stays consistent if an interrupt comes at any statement."""
 
     size: int  #: bytes that are written and counted
-    waiting: bytes = b""  #: whole lines that come behind them
+    waiting: bytes = b""  #: complete lines to write after them
 
 
 class AnswerFile:
-    """An output file, locked by this process until it is closed or dead. Before the first ``append``: ``clear``, or
-    ``check`` and ``repair``."""
+    """An output file, locked by this process until it is closed.
+    Before the first ``append``, call ``clear``, or ``check`` and ``repair``."""
 
     def __init__(self, path: Path):
-        """Raise InputError if it cannot be written, or another process writes it."""
+        """Open and lock the file. Raise InputError if it cannot be written, or another process writes it."""
         self.path = path
         self._kept, self._lacks_end, self._unsynced, self._synced_at = Kept(0), False, 0, time.monotonic()
-        self._retry_at = 0.0  # time of the next attempt on a full disk; 0: it is not full
+        self._retry_at = 0.0  # time of the next attempt to write to a full disk; 0: the disk is not full
         self._failure: InputError | None = None
         with file_errors(f"write {path}"):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
@@ -56,9 +55,9 @@ class AnswerFile:
                 raise
 
     def _lock(self) -> None:
-        """One writer a file."""
+        """Lock the open file. Raise InputError if another process has locked or replaced it."""
         lock_file(self._fd, f"another run is writing {self.path}; wait for it, or choose another output")
-        # Its writer may have put an ordered file in the place of the one opened here.
+        # Another run may have replaced the file by a sorted one after it was opened here.
         if not self.path.exists() or os.fstat(self._fd).st_ino != self.path.stat().st_ino:
             raise InputError(f"another run has just ended and replaced {self.path}; try again")
 
@@ -67,10 +66,10 @@ class AnswerFile:
         return os.fstat(self._fd).st_size == 0
 
     def check(self, states: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
-        """Enter what is done into ``states`` [lines], which may hold other files' answers, and the answers' tokens into
-        ``num_tokens`` [lines].
+        """Set ``states`` [lines] of done lines, and ``num_tokens`` [lines] of their answers.
 
-        Raise InputError for a whole line that is not an answer to a line of the input, or a second answer to one.
+        ``states`` may have entries from other files. Raise InputError for a complete line that does not answer a line
+        of the input, or answers one a second time.
         """
         size, ends_line = 0, True
         with file_errors(f"read {self.path}"), open(self.path, "rb") as file:
@@ -79,7 +78,7 @@ class AnswerFile:
                 answer = parse_answer(raw)
                 if answer is None and not ends_line:
                     ends_line = True
-                    break  # torn: of a valid line no shorter piece is valid
+                    break  # an incomplete line, which is never valid
                 where = f"{self.path}, line {number}"
                 again = "nothing was changed: move the file away, or start over with --overwrite"
                 if answer is None or not 1 <= answer.number <= len(states):
@@ -93,7 +92,7 @@ class AnswerFile:
         self._kept, self._lacks_end = Kept(size), not ends_line
 
     def repair(self) -> None:
-        """Cut the torn tail that ``check`` found, or end a last line that lacks nothing else."""
+        """Cut the incomplete last line that ``check`` found, or add the end of a line that lacks only that."""
         with file_errors(f"write {self.path}"):
             os.ftruncate(self._fd, self._kept.size)
             if self._lacks_end:
@@ -101,13 +100,14 @@ class AnswerFile:
         self.sync()
 
     def places_in(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where in the file each answer is, and its line (number less one) in another input, by the ``lines``'
-        hashes; -1: it is not there. Raise InputError for a whole line that is no answer."""
+        """Return each answer's offset in the file, and its place in another input; -1 if that lacks the line.
+        ``lines`` [lines]: the hash of each line of the other input. Raise InputError for a complete line that is not
+        an answer."""
         found, offset = [], 0
         with open(self.path, "rb") as file:
             for raw in file:
                 if ((answer := parse_answer(raw)) is None or not answer.number) and raw.endswith(b"\n"):
-                    raise InputError(f"{self.path} holds other lines; move it away, or start over with --overwrite")
+                    raise InputError(f"{self.path} has other lines; move it away, or start over with --overwrite")
                 if answer and answer.answered:
                     found.append((offset, answer.number - 1, answer.digest))
                 offset += len(raw)
@@ -115,8 +115,9 @@ class AnswerFile:
         return offsets.astype(np.int64), _places(numbers.astype(np.int64), digests, lines)
 
     def move_to(self, offsets: np.ndarray, places: np.ndarray, custom_id: Callable[[int], str | None]) -> Path:
-        """Keep the answers to lines that another input has, under its numbers; move the others to a file next to this
-        one, and return that. ``custom_id(number)``: of a line there."""
+        """Keep the answers to lines of another input, under its line numbers; move the others to a second file.
+        ``offsets``, ``places``: result of ``places_in``. ``custom_id(number)`` returns the custom_id of a line of the
+        other input. Return the path of the second file."""
         beside, pairs = self.path.with_name(self.path.name + ".removed"), list(zip(offsets.tolist(), places.tolist()))
         with open(self.path, "rb") as file, file_errors(f"write {beside}"):
             if (places < 0).any():
@@ -131,15 +132,16 @@ class AnswerFile:
         return beside
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Remove all lines."""
         with file_errors(f"write {self.path}"):
             os.ftruncate(self._fd, 0)
         self._kept = Kept(0)
         self.sync()
 
     def append(self, lines: list[bytes]) -> None:
-        """Write whole lines; on a full disk, keep them until there is room. Raise InputError where writing fails
-        otherwise, or too many wait; the lines that were written whole are kept, and none is written any more."""
+        """Write complete lines, or keep them in memory while the disk is full.
+        Raise InputError if writing fails for another reason, or if MOST_WAITING_BYTES wait. After that, the file keeps
+        its complete lines, and every later write fails."""
         self._kept = self._kept._replace(waiting=self._kept.waiting + b"".join(lines))
         if self._kept.waiting and (not self._retry_at or time.monotonic() >= self._retry_at):
             self._write_waiting()
@@ -148,7 +150,7 @@ class AnswerFile:
         self.sync_if_due()
 
     def finish(self) -> None:
-        """Wait until all lines are on the disk. Raise InputError if there is no room for ROOM_WAIT_S."""
+        """Wait until all lines are on the disk. Raise InputError if the disk is full for ROOM_WAIT_S."""
         until = time.monotonic() + ROOM_WAIT_S
         while self._kept.waiting:
             self._write_waiting()
@@ -159,19 +161,19 @@ class AnswerFile:
         self.sync()
 
     def _write_waiting(self) -> None:
-        """Write the waiting lines that there is room for."""
+        """Write the waiting lines, or those that fit a full disk."""
         if self._failure:
             raise self._failure
         (size, data), full = self._kept, self._retry_at > 0
         written = self._written_before(size, data)
         try:
-            while written < len(data):  # a disk that is nearly full takes a part, and says why with the next
+            while written < len(data):  # a nearly full disk takes a part; the next write then raises
                 written += os.write(self._fd, data[written:])
         except OSError as error:
             written = data.rfind(b"\n", 0, written) + 1
             try:
                 os.ftruncate(self._fd, size + written)
-            except OSError:  # the next run cuts it
+            except OSError:  # the next run will cut the file
                 self._fail(error)
             if error.errno not in FULL:
                 self._fail(error)
@@ -180,22 +182,22 @@ class AnswerFile:
             self._retry_at = time.monotonic() + RETRY_S
         else:
             if full:
-                self._say(f"there is room for {self.path} again: what waited is written")
+                self._say(f"{self.path} can be written again: the waiting answers are written")
             self._retry_at = 0.0
         self._kept = Kept(size + written, data[written:])
         self._unsynced += data.count(b"\n", 0, written)
 
     def _written_before(self, size: int, data: bytes) -> int:
-        """Return how many of the bytes to be written at ``size`` are in the file: an interrupt (Ctrl-C) came before
-        they were counted."""
+        """Return the number of bytes of ``data`` that the file has after ``size`` already.
+        There are some if an interrupt (Ctrl-C) came between their write and their count."""
         with file_errors(f"read {self.path}"):
             written = os.fstat(self._fd).st_size - size
         if written and (written < 0 or os.pread(self._fd, written, size) != data[:written]):
-            self._fail(OSError("something else has changed it"))
+            self._fail(OSError("another process has changed the file"))
         return written
 
     def _fail(self, error: OSError) -> NoReturn:
-        """Write nothing any more."""
+        """Raise the error as InputError, and make later writes raise it too."""
         self._failure = file_error(f"write {self.path}", error)
         raise self._failure from None
 
@@ -204,7 +206,7 @@ class AnswerFile:
         tqdm.write(f"flexhybrid: {text}", file=sys.stderr)
 
     def sync_if_due(self) -> None:
-        """Wait for the disk now and then, so that a power failure costs little."""
+        """Sync the file to the disk from time to time, so that a power failure loses few answers."""
         overdue = time.monotonic() - self._synced_at >= SYNC_S
         if self._unsynced >= SYNC_RESULTS or (self._unsynced and overdue):
             self.sync()
@@ -219,13 +221,13 @@ class AnswerFile:
         os.close(self._fd)
 
     def sort(self, num_lines: int) -> None:
-        """Put the lines in the input's order, in a new file that takes this one's place at once."""
+        """Replace the file by one with the lines in the input's order, in one step."""
         places = np.full(num_lines, -1, dtype=np.int64)
         offset, last, ordered = 0, 0, True
         with file_errors(f"sort {self.path}"), open(self.path, "rb") as file:
             for raw in file:
                 if (answer := parse_answer(raw)) is None:
-                    raise InputError(f"{self.path} was changed while it was put in order")
+                    raise InputError(f"{self.path} was changed while it was sorted")
                 number = answer.number
                 places[number - 1] = offset
                 ordered, last, offset = ordered and number > last, number, offset + len(raw)
@@ -236,8 +238,8 @@ class AnswerFile:
 
 
 def _places(numbers: np.ndarray, digests: np.ndarray, lines: np.ndarray) -> np.ndarray:
-    """Return the place of each answer among the new lines' hashes, by its old place and hash; -1: none. Equal lines
-    keep their place or their order."""
+    """Return each answer's place among the hashes of the new ``lines``, by its old place and hash; -1: none.
+    Of equal lines, those that stay at their place keep their answer; the others keep the order of their answers."""
     same = numbers < len(lines)
     same[same] = lines[numbers[same]] == digests[same]
     places = np.where(same, numbers, -1)

@@ -1,9 +1,8 @@
-"""What the prompts of a file begin with alike, found while its lines are counted: for the forecast, which needs to know
-who shares with whom, and how many tokens.
+"""Finds the beginnings that prompts of a file share, while its lines are counted. Forecasts need their tokens.
 
-The prompts of a chunk of lines are sorted, together with what earlier chunks began with: prompts that begin alike then
-follow each other, and what neighbours have in common makes a tree. A beginning ends before a space, so that its words
-are words of the whole prompts, and have their tokens.
+The prompts of a chunk of lines are sorted together with the beginnings of earlier chunks, so that prompts with a common
+beginning are neighbours. The common beginnings of neighbours form a tree. A beginning ends before a space, so that it
+has the same words, and the same tokens, as in the whole prompt.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.prefixes import LEAST_BLOCKS
 from flexhybrid.core.workload import Prefixes
 
-WORDS = re.compile(r"(.*\S)\s+\S", re.DOTALL)  #: a text's words but for the last one, which may go on
-LEAST = 2 * BLOCK_TOKENS  #: characters, or token ids, by which a beginning is longer than the one that it continues
-KEPT, KEPT_CHARACTERS = 256, 1 << 22  #: beginnings, at most, that later chunks are compared with
+WORDS = re.compile(r"(.*\S)\s+\S", re.DOTALL)  #: a text without its last word, which may be incomplete
+LEAST = 2 * BLOCK_TOKENS  #: least characters, or token ids, that a beginning adds to the one that it continues
+KEPT, KEPT_CHARACTERS = 256, 1 << 22  #: most beginnings, and characters, that later chunks are compared with
 
 
 class Beginnings:
-    """Those of the prompts so far, by number: a tree. ``count(drafts)``: how many tokens their prompts have."""
+    """The tree of shared beginnings so far, by number. ``count(drafts)`` returns the tokens of their prompts."""
 
     def __init__(self, count: Callable[[list[Draft]], list[int]]):
         self._count = count
         self.tokens, self.parents = array("i"), array("i")
-        self._known: dict[str, int] = {}  # text -> number; those of the latest chunks, the latest last
+        self._known: dict[str, int] = {}  # text -> number of beginnings in the latest chunks, the latest last
 
     def find(self, drafts: Sequence[Draft]) -> list[int]:
-        """Return the longest beginning that each prompt has in common with another, -1 without one."""
+        """Return the number of each prompt's longest shared beginning; -1: none."""
         found = [-1] * len(drafts)
         texts = [(_text(draft), place) for place, draft in enumerate(drafts) if draft.params.prompt_logprobs is None]
         texts = sorted([*texts, *((text, -1) for text in self._known)])
@@ -58,8 +57,8 @@ class Beginnings:
         return found
 
     def _number(self, text: str, parent: int, draft: Draft) -> int:
-        """Return the number of a beginning; ``parent`` where it has no block more than that. Those that end at the same
-        word are one."""
+        """Return the number of a beginning; ``parent`` if it is not longer than that by a block.
+        Beginnings that end at the same word are the same."""
         if isinstance(draft.prompt, str) and text not in self._known:
             whole = WORDS.match(text)
             text = whole[1] if whole else ""
@@ -81,17 +80,18 @@ class Beginnings:
         return number
 
     def prefixes(self, of_request: np.ndarray) -> Prefixes | None:
-        """Return them as those of these requests, by number; None where nobody has one."""
+        """Return the beginnings as prefixes of requests; None if no request has one. ``of_request``: their numbers."""
         tokens, parents = np.array(self.tokens, dtype=np.int64), np.array(self.parents, dtype=np.int64)
         return Prefixes(tokens[: len(parents)], parents[: len(tokens)], of_request) if (of_request >= 0).any() else None
 
 
 def _text(draft: Draft) -> str:
+    """Return the prompt as a text, with one character per token id."""
     return draft.prompt if isinstance(draft.prompt, str) else "".join(map(chr, draft.prompt))
 
 
 def _common(a: str, b: str) -> int:
-    """Return how many of the first characters of two texts are alike; 0 for fewer than LEAST."""
+    """Return the length of the common beginning of two texts; 0 if it is less than LEAST."""
     low, high = 0, min(len(a), len(b))
     if high < LEAST or a[:LEAST] != b[:LEAST]:
         return 0
@@ -102,7 +102,8 @@ def _common(a: str, b: str) -> int:
 
 
 def _runs(common: list[int], first: int, last: int, least: int) -> Iterator[tuple[int, int]]:
-    """Yield [first, last) of those within these that have ``least`` in common with their neighbours; two at least."""
+    """Yield the ranges of at least two texts within [first, last) that share ``least`` characters.
+    ``common``: number of characters that each text shares with the one before it."""
     begin = first
     for at in range(first + 1, last + 1):
         if at == last or common[at] < least:

@@ -1,4 +1,4 @@
-"""The formats of input files: each is read as lines of bytes, a request a line. Importing this does not load torch."""
+"""Reads input files of each format as lines of bytes, one request per line. Importing this does not load torch."""
 
 import codecs
 import contextlib
@@ -18,48 +18,49 @@ from typing import BinaryIO
 from flexhybrid.core.errors import InputError, check, file_errors, unknown
 from flexhybrid.core.files import load_json
 
-#: Format -> the endings of its files, which gzip may have packed (".jsonl.gz"); a dataset is a folder.
+#: Format -> the endings of its files; ".gz" may follow (".jsonl.gz"). A dataset is a folder.
 FORMATS = {
     "jsonl": (".jsonl", ".json", ".ndjson"), "text": (".txt", ".text"), "csv": (".csv",), "parquet": (".parquet",),
     "dataset": (),
 }  # fmt: skip
-TABLES = ("csv", "parquet", "dataset")  #: have columns
-STDIN = Path("-")  #: stands for the standard input
-DATASET_STATE = "state.json"  #: of a folder written by ``save_to_disk`` of Hugging Face datasets
+TABLES = ("csv", "parquet", "dataset")  #: formats with columns
+STDIN = Path("-")  #: represents the standard input
+DATASET_STATE = "state.json"  #: file in a folder that ``save_to_disk`` of Hugging Face datasets has written
 MAX_LINE_BYTES = 1 << 24  #: longer lines are refused, so that a file without line ends is never read whole
-BLOCK_BYTES = 1 << 20  #: of an input that are read at once
-WIDE_ZEROS = 0.2  #: share of the bytes at even or odd places that are zero in UTF-16 or UTF-32, and never in UTF-8
-codecs.register_error("mark", lambda error: ("\udcff", getattr(error, "end", 0)))  # half a pair: no UTF-8 holds it
+BLOCK_BYTES = 1 << 20  #: bytes of an input that are read at once
+#: Share of zeros among the bytes at even or odd offsets from which a file counts as UTF-16 or UTF-32. UTF-8 has none.
+WIDE_ZEROS = 0.2
+#: Replaces bytes that cannot be decoded by half a surrogate pair. UTF-8 cannot encode it, so the line is refused.
+codecs.register_error("mark", lambda error: ("\udcff", getattr(error, "end", 0)))
 
-Row = tuple[object, object]
+Row = tuple[object, object]  #: (custom_id, prompt)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a table: of the prompts, and of the custom_ids (None: line numbers)."""
+    """Names of the columns with the prompts and with the custom_ids (None: line numbers are the custom_ids)."""
 
     prompt: str
     custom_id: str | None = None
 
     def places(self, path: Path, header: list[str]) -> tuple[int, int | None]:
-        """Return the places of both in a header. Raise InputError with all names if one is missing."""
+        """Return the indices of both columns. Raise InputError if one is missing or appears twice."""
         for name in (self.prompt,) if self.custom_id is None else (self.prompt, self.custom_id):
             if name not in header:
                 raise unknown(f"column of {path}", name, header)
             if header.count(name) > 1:
-                raise InputError(f"{path} has {header.count(name)} columns {name!r}: rename all of them but one")
+                raise InputError(f"{path} has {header.count(name)} columns {name!r}: rename all but one of them")
         return header.index(self.prompt), None if self.custom_id is None else header.index(self.custom_id)
 
 
 def check_header(path: Path, header: list[str]) -> None:
-    """Raise InputError, with a way out, for the header of a CSV file that is not UTF-8, or that other signs than commas
-    separate."""
+    """Raise InputError, with advice, if a CSV file's header is not UTF-8 or not separated by commas."""
     if "".join(header) != "".join(header).encode("utf-8", "replace").decode():
         raise InputError(f"the header of {path} is not UTF-8: name the encoding, like --encoding cp1252 for Excel's")
     if len(header) == 1 and (separator := next((sign for sign in ";\t|" if sign in header[0]), None)):
         words = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}[separator]
         raise InputError(
-            f"{path} has {words} between its columns, and a CSV file is read with commas: export it so, or convert it, "
+            f"{path} has {words} between its columns, not commas: export it with commas, or convert it, "
             f'python3 -c "import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, '
             f'delimiter={separator!r}))" < {shlex.quote(str(path))} > commas.csv'
         )
@@ -67,16 +68,17 @@ def check_header(path: Path, header: list[str]) -> None:
 
 @dataclass(frozen=True)
 class ChatRules:
-    """How prompts become chats."""
+    """Rules for chats."""
 
-    prompts: bool = False  #: whether those of texts and tables are messages of a user
-    system: str | None = None  #: message of the system before them
+    prompts: bool = False  #: whether prompts of text and tables are user messages
+    system: str | None = None  #: system message before these prompts
     template: str | None = None  #: Jinja text in place of the tokenizer's own template
-    variables: dict | None = None  #: of the template, unless a line's chat_template_kwargs name them
+    variables: dict | None = None  #: defaults of the template's variables
 
 
-def format_of(path: Path, name: str = "auto") -> str:
-    """Return the input's format, by name or by the file's ending."""
+def format_of(path: Path, name: str) -> str:
+    """Return the input's format, which is ``name``, or for "auto" follows from the file's ending.
+    Raise InputError for an unknown name or ending."""
     if name != "auto":
         if name not in FORMATS:
             raise unknown("input format", name, FORMATS)
@@ -93,7 +95,7 @@ def format_of(path: Path, name: str = "auto") -> str:
 
 
 def check_encoding(name: str) -> None:
-    """Raise InputError for the name of no encoding of text."""
+    """Raise InputError if Python knows no text encoding of this name."""
     try:
         io.TextIOWrapper(io.BytesIO(), name)
     except (LookupError, ValueError):
@@ -101,8 +103,8 @@ def check_encoding(name: str) -> None:
 
 
 def encoding_of(path: Path, head: bytes) -> str | None:
-    """Return the encoding of a byte order mark; None for UTF-8. Raise InputError if zeros show UTF-16 or UTF-32 without
-    a mark."""
+    """Return the encoding of a byte order mark; None for UTF-8, or without a mark.
+    Raise InputError if zeros show that the file is UTF-16 or UTF-32 without a mark."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
         return "utf-32" if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)) else "utf-16"
     even, odd = (2 * head[place::2].count(0) / max(len(head), 1) for place in (0, 1))
@@ -113,10 +115,11 @@ def encoding_of(path: Path, head: bytes) -> str | None:
 
 
 def open_lines(path: Path, file_format: str, columns: Columns | None = None, encoding: str | None = None) -> BinaryIO:
-    """Return the requests as lines: the file itself, or a temporary file with what it holds. ``encoding``: of text, CSV
-    and JSON lines; None: UTF-8, or what a byte order mark names.
+    """Return a file with one request per line: the input itself, or a temporary file with its requests.
 
-    The line of a table's row is its prompt as JSON, with an id column [id, prompt].
+    The line of a table's row is the prompt as JSON, or [custom_id, prompt] with an id column. ``encoding``: of text,
+    CSV and JSON lines; None: UTF-8, or by the byte order mark. Raise InputError if the input or the column is missing
+    or unreadable.
     """
     if encoding is not None and file_format in ("parquet", "dataset"):
         raise InputError(f"--encoding is of text, CSV and JSON lines; a {file_format} file needs none")
@@ -135,8 +138,8 @@ def open_lines(path: Path, file_format: str, columns: Columns | None = None, enc
 
 
 def _plain(path: Path, encoding: str | None) -> BinaryIO:
-    """Return a file in UTF-8 that can be read more than once: itself, or a copy. A byte that is not of ``encoding``
-    leaves a line that is not UTF-8."""
+    """Return the file, or a copy, in UTF-8 and readable more than once.
+    A byte that is wrong in ``encoding`` gives a line that is not UTF-8."""
     with file_errors(f"read {path}"):
         if path == STDIN or path.suffix.lower() == ".gz":
             with contextlib.nullcontext(sys.stdin.buffer) if path == STDIN else gzip.open(path) as source:
@@ -155,7 +158,7 @@ def _plain(path: Path, encoding: str | None) -> BinaryIO:
 
 
 def _read(path: Path, parts: Iterator) -> Iterator:
-    """Yield the parts of an input. Raise InputError if it cannot be read."""
+    """Yield the parts of an input. Raise InputError if one cannot be read."""
     with file_errors(f"read {path}"):
         try:
             yield from parts
@@ -164,7 +167,7 @@ def _read(path: Path, parts: Iterator) -> Iterator:
 
 
 def _temporary(parts: Iterable[bytes]) -> BinaryIO:
-    """Return a file that is gone when it is closed."""
+    """Return a file with these parts that is deleted when it is closed."""
     with file_errors("write a temporary file", "; TMPDIR names its folder"):
         file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
         file.writelines(parts)
@@ -182,7 +185,7 @@ def header_of(path: Path, file_format: str, encoding: str | None = None) -> list
 
 
 def _rows(path: Path, file_format: str, columns: Columns, encoding: str | None) -> Iterator[Row]:
-    """Yield (custom_id, prompt) of each row."""
+    """Yield custom_id and prompt of each row of a table."""
     if file_format == "csv":
         yield from _csv_rows(path, columns, encoding)
         return
@@ -200,23 +203,25 @@ def _csv_text(file: BinaryIO) -> io.TextIOWrapper:
 
 
 def _short(path: Path, line: str) -> str:
+    """Return the line. Raise InputError if it is too long."""
     if len(line) > MAX_LINE_BYTES:
         raise InputError(f"{path} has a line longer than {MAX_LINE_BYTES} characters")
     return line
 
 
 def _csv_rows(path: Path, columns: Columns, encoding: str | None) -> Iterator[Row]:
+    """Yield custom_id and prompt of each row of a CSV file."""
     csv.field_size_limit(MAX_LINE_BYTES)
     with _plain(path, encoding) as file, _csv_text(file) as text:
         lines = (_short(path, line) for line in iter(lambda: text.readline(MAX_LINE_BYTES + 1), ""))
-        rows = csv.reader(lines, strict=True)  # else a quote that is never closed swallows the rows after it
+        rows = csv.reader(lines, strict=True)  # so that a quote that is not closed is an error
         try:
             header = next(rows, [])
             if not {columns.prompt, columns.custom_id or columns.prompt} <= set(header):
                 check_header(path, header)
             places = columns.places(path, header)
             for row in rows:
-                if row:  # the module's own readers skip blank lines too
+                if row:  # skip blank lines, as csv.DictReader does
                     prompt, custom_id = (None if i is None or i >= len(row) else row[i] for i in places)
                     yield custom_id, prompt
         except csv.Error as error:
@@ -225,7 +230,7 @@ def _csv_rows(path: Path, columns: Columns, encoding: str | None) -> Iterator[Ro
 
 
 def _arrow_file(path: Path, file_format: str, columns: Columns | None = None) -> tuple[list[str], Iterable]:
-    """Return the names of all columns, and record batches of the wanted ones."""
+    """Return the names of all columns, and record batches with the columns ``columns``."""
     from pyarrow import ipc, memory_map, parquet
 
     if file_format == "parquet":
@@ -236,18 +241,18 @@ def _arrow_file(path: Path, file_format: str, columns: Columns | None = None) ->
     if not state.is_file():
         splits = sorted(inner.parent.name for inner in path.glob(f"*/{DATASET_STATE}"))
         advice = f"name one of its splits, {' or '.join(str(path / split) for split in splits)}"
-        advice = advice if splits else f"it holds no {DATASET_STATE}, as save_to_disk of datasets writes it"
+        advice = advice if splits else f"it has no {DATASET_STATE}, which save_to_disk of datasets writes"
         raise InputError(f"cannot read {path}: {advice}")
     described = load_json(state)
     if described.get("_indices_data_files"):
-        raise InputError(f"cannot read {path}: its rows are chosen by an index; save dataset.flatten_indices()")
+        raise InputError(f"cannot read {path}: its rows are selected by indices; save dataset.flatten_indices()")
     files = [path / one["filename"] for one in described["_data_files"]]
     readers = [ipc.open_stream(memory_map(str(file))) for file in files]
     return readers[0].schema.names if readers else [], (batch for reader in readers for batch in reader)
 
 
 def _read_arrow(path: Path, read):
-    """Return what ``read`` returns. Raise InputError for a file that Arrow cannot read."""
+    """Return the result of ``read``. Raise InputError if Arrow cannot read the file."""
     try:
         import pyarrow
     except ImportError:
@@ -257,16 +262,16 @@ def _read_arrow(path: Path, read):
     except InputError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # ValueError: names that are not UTF-8; the others: a state of another form
+        # ValueError: names that are not UTF-8; KeyError, TypeError, AttributeError: an unknown form of DATASET_STATE
         raise InputError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
 
 
 def _value(scalar) -> object:
-    """Return a text, a number or a list as Python's; None for what JSON cannot hold."""
+    """Return an Arrow value as a Python value; None if JSON cannot represent it."""
     try:
         value = scalar.as_py()
         if not isinstance(value, str):
             json.dumps(value)
-    except (ValueError, TypeError):  # no UTF-8, a time
+    except (ValueError, TypeError):  # bytes that are not UTF-8; a type like time
         return None
     return value

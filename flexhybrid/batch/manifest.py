@@ -1,4 +1,4 @@
-"""What a job's results depend on, kept next to its output file: a resumed run must agree in all of it."""
+"""The manifest: everything that decides a job's results, in a file next to the output. A resumed run must agree."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from flexhybrid.core.errors import SHOWN, InputError, file_errors, flag
 from flexhybrid.core.files import write_by_rename
 
 FORMAT = "flexhybrid-run-1"
-#: The small files of a checkpoint that decide about tokens.
+#: Small files of a checkpoint that affect the tokens.
 SETTINGS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -23,9 +23,9 @@ FLAGS = {
     "numbers.bits": "--policy",
     "numbers.selection": "--policy",
 }  # fmt: skip
-#: In the manifest of a run whose lines were all refused: the next run may change anything without loss.
+#: Key in the manifest of a run whose lines were all refused: the next run may change any setting.
 NOTHING_SERVED = "nothing_served"
-MAX_HEADER_BYTES = 100_000_000  #: safetensors' own bound
+MAX_HEADER_BYTES = 100_000_000  #: safetensors' limit for the size of a header
 
 
 def manifest_path(output: Path) -> Path:
@@ -33,7 +33,8 @@ def manifest_path(output: Path) -> Path:
 
 
 def model_record(folder: Path, verify: bool) -> dict:
-    """A checkpoint's identity: small files by their hash, weights by header, size and time; ``verify`` hashes all."""
+    """Return a checkpoint's identity: hashes of small files; headers, sizes and times of weights.
+    ``verify``: also hash the weights."""
     weights = {}
     for path in sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         stat = path.stat()
@@ -44,6 +45,7 @@ def model_record(folder: Path, verify: bool) -> dict:
 
 
 def _header_hash(path: Path) -> str:
+    """Return the hash of a safetensors header, or of another file's first 4 KiB."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else 4096
         file.seek(0)
@@ -60,7 +62,7 @@ def save_manifest(output: Path, manifest: dict) -> None:
 
 
 def load_manifest(output: Path) -> dict | None:
-    """The manifest of an earlier run; None before the first. Raises InputError for a file that is none."""
+    """Return the manifest of an earlier run; None without one. Raise InputError for a file that is not a manifest."""
     path = manifest_path(output)
     with file_errors(f"read {path}"):
         if not path.exists():
@@ -87,16 +89,16 @@ def check_same(output: Path, earlier: dict, now: dict) -> None:
         shown = []
         if any(not where.endswith(".mtime_ns") for where, *_ in of_model):
             differences = [place for place in differences if place not in of_model]
-            shown = [f"it was written with another model than --model names ({_names(of_model)} differ)"]
+            shown = [f"it was written with another model than --model ({_names(of_model)} differ)"]
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         shown += [
             f"{where} was {_short(was)}, is {_short(is_now)}{_reason(where)}" for where, was, is_now in differences[:3]
         ]
         if any(where.endswith(".mtime_ns") for where, _, _ in differences):
-            more += " (nanoseconds: a copy of the same weights is taken for others until it has the earlier time, by "
-            more += "`touch -d @SECONDS`; runs that all have --verify compare hashes instead)"
+            more += " (times of change in nanoseconds: give a copy of the same weights the earlier time with `touch -d "
+            more += "@SECONDS`; runs that all have --verify compare hashes instead)"
         raise InputError(
-            f"{output} holds results of another run: {'; '.join(shown)}{more}. Give the earlier settings, "
+            f"{output} has results of another run: {'; '.join(shown)}{more}. Give the earlier settings, "
             "another output, or start over with --overwrite"
         )
 
@@ -109,14 +111,12 @@ def _names(of_model: list[tuple[str, object, object]]) -> str:
 
 
 def _differences(earlier, now, where: str) -> Iterator[tuple[str, object, object]]:
-    """(place in the manifest, old value, new value)"""
+    """Yield (place, old value, new value) for each difference of two manifests."""
     if where == "created":
         return
     if isinstance(earlier, dict) and isinstance(now, dict):
-        # A time is weaker than a hash, and a hash exists only on request.
-        skipped = (
-            {"mtime_ns"} if "sha256" in earlier and "sha256" in now else {"sha256"} - (earlier.keys() & now.keys())
-        )
+        # Hashes are compared if both manifests have them, else the times of change.
+        skipped = {"mtime_ns"} if "sha256" in earlier and "sha256" in now else {"sha256"}
         for key in dict.fromkeys([*earlier, *now]):
             if key not in skipped:
                 yield from _differences(earlier.get(key), now.get(key), f"{where}.{key}" if where else key)
@@ -125,7 +125,7 @@ def _differences(earlier, now, where: str) -> Iterator[tuple[str, object, object
 
 
 def _reason(where: str) -> str:
-    """Return what decides a place of the manifest, in words: "" where its name says so."""
+    """Return a note on the flag or file behind a place of the manifest; "" if the place's name is clear."""
     if where == "input.sha256":
         return " (the file was changed)"
     section, _, name = where.partition(".")

@@ -1,7 +1,7 @@
-"""OpenAI's Batch lines: from a request's object to a prompt and sampling parameters.
+"""Converts the requests of OpenAI Batch lines to prompts and sampling parameters.
 
-Formats: openai-openapi's schema BatchRequestInput, and those of the two endpoints. Unsupported fields are refused by
-name, never dropped.
+Formats: schema BatchRequestInput of openai-openapi, and the schemas of the two endpoints. A line with an unsupported
+field is refused with the field's name; no field is silently dropped.
 """
 
 import codecs
@@ -18,16 +18,16 @@ from flexhybrid.batch.formats import ChatRules
 from flexhybrid.batch.tool_calls import DECODER, HERMES, ToolForm, check_tools, form_of, plain_call
 from flexhybrid.core.errors import SHOWN, DiskError, InputError, is_integer
 from flexhybrid.requests import Logprob, RequestCodec
-from flexhybrid.sampling_params import MOST_LOGPROBS, SamplingParams
+from flexhybrid.sampling_params import MOST_LOGPROBS, SamplingParams, same
 from flexhybrid.structured_outputs import StructuredOutputsParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 URLS = (COMPLETIONS, CHAT)
 
-#: Fields that ask nothing of the answer: names, bookkeeping, caching.
+#: Fields that do not affect the answer and are ignored: names, bookkeeping, caching.
 IGNORED = {"model", "user", "metadata", "store", "service_tier", "safety_identifier"}
 IGNORED |= {"prompt_cache_key", "prompt_cache_retention"}
-#: Fields that must be left at a value that asks for nothing, besides null.
+#: Field of an unsupported feature -> the values that do not use the feature, besides null.
 NEUTRAL: dict[str, tuple] = {
     **dict.fromkeys(("audio", "prediction", "reasoning_effort", "stream_options", "verbosity"), ()),
     **dict.fromkeys(("echo", "stream"), (False,)),
@@ -38,59 +38,59 @@ NEUTRAL: dict[str, tuple] = {
     "suffix": ("",),
     "web_search_options": (),
 }
-BLANK_LINE = "blank_line"  #: code of a line of spaces alone, which asks for nothing
-MOST_MESSAGE = 1000  #: characters of an error's own text that a line's error repeats
+BLANK_LINE = "blank_line"  #: code of a line that consists of spaces only
+MOST_MESSAGE = 1000  #: characters of an exception's text that a line's error repeats
 WHOLE_NUMBERS = {"max_tokens", "max_completion_tokens", "min_tokens", "n", "seed", "top_k"}
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  #: vLLM's names for forms of answers
-#: Role -> what else its messages may have.
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  #: vLLM's names for structured outputs
+#: Role -> additional fields that its messages may have.
 MESSAGE_FIELDS = {"assistant": ("tool_calls", "reasoning", "reasoning_content"), "tool": ("tool_call_id",)}
-PROMPT_ENDS = ("add_generation_prompt", "continue_final_message")  #: fields of vLLM's, flags of transformers' templates
-KNOWN_TEMPLATES = 64  #: chat templates, by their variables, of which is kept what they show
-KNOWN_PARAMS = 1024  #: different sampling parameters of lines that are kept for the lines after them
-KNOWN_CHARACTERS = 4096  #: of a body's fields, at most, whose sampling parameters are kept
-MOST_NESTED = 256  #: levels of lists and objects in a line
+PROMPT_ENDS = ("add_generation_prompt", "continue_final_message")  #: vLLM's fields, which transformers' templates take
+KNOWN_TEMPLATES = 64  #: number of chat templates with variables whose readings are cached
+KNOWN_PARAMS = 1024  #: number of cached sampling parameters of lines
+KNOWN_CHARACTERS = 4096  #: most characters of a body's fields whose sampling parameters are cached
+MOST_NESTED = 256  #: most levels of lists and objects in a line
 
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that comes back before its answers."""
+    """A prompt that is repeated before its answers."""
 
     text: str
-    first_token: Logprob | None  #: its text; None: not asked for
-    alone: bool  #: no token is asked for behind it
+    first_token: Logprob | None  #: text of the prompt's first token; None without log probabilities
+    alone: bool  #: whether the answers are left out
 
 
 class Draft(NamedTuple):
-    """A line's request; its prompt is not encoded yet, and may still be refused."""
+    """The request of a line whose prompt is not encoded yet. It may still be refused because of the prompt."""
 
     custom_id: str
     prompt: str | list[int]
     params: SamplingParams
-    model: str  #: as the line names it
+    model: str  #: name in the line
     url: str  #: one of URLS
     return_token_ids: bool = False
-    echo: bool = False  #: the prompt stands before each answer
-    echo_alone: bool = False  #: and no answer behind it
-    tool_form: ToolForm | None = None  #: how calls of tools are found in its answers; None: they are not sought
+    echo: bool = False  #: whether the prompt is repeated before each answer
+    echo_alone: bool = False  #: whether only the prompt is returned
+    tool_form: ToolForm | None = None  #: form of tool calls to look for in the answers; None: do not look
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One line that can be served."""
+    """The request of a line, which can be served."""
 
     custom_id: str
     token_ids: list[int]
     params: SamplingParams
-    model: str  #: as the line names it
+    model: str  #: name in the line
     url: str  #: one of URLS
     return_token_ids: bool = False
-    echo: Echo | None = None  #: what stands before each answer
-    tool_form: ToolForm | None = None  #: how calls of tools are found in its answers; None: they are not sought
+    echo: Echo | None = None  #: prompt to repeat before each answer
+    tool_form: ToolForm | None = None  #: form of tool calls to look for in the answers; None: do not look
     digest: str = ""  #: ``line_digest`` of the line
 
 
 class Refused(ValueError):
-    """A refused line: OpenAI's error fields, and the line's custom_id if readable."""
+    """The error of a refused line, with OpenAI's fields, and the line's custom_id if it is readable."""
 
     def __init__(self, code: str, message: str, param: str | None = None, custom_id: str | None = None):
         super().__init__(message)
@@ -99,14 +99,14 @@ class Refused(ValueError):
 
 @contextlib.contextmanager
 def refusing(custom_id: str | None = None) -> Iterator[None]:
-    """Raise any error of a line as Refused, but not errors that concern all lines: memory and files."""
+    """Raise errors of the block as Refused, except errors of memory and files, which concern all lines."""
     try:
         yield
     except (Refused, MemoryError, OSError, DiskError):
         raise
     except BaseException as error:
         kind, text = type(error).__name__, " ".join(str(error)[:MOST_MESSAGE].split())
-        if not isinstance(error, Exception) and kind != "PanicException":  # which libraries in Rust raise
+        if not isinstance(error, Exception) and kind != "PanicException":  # raised by libraries in Rust
             raise
         text = text if isinstance(error, InputError) else f"the line cannot be served: {kind}: {text}"
         param = "prompt" if text.startswith("the prompt") else None
@@ -114,7 +114,7 @@ def refusing(custom_id: str | None = None) -> Iterator[None]:
 
 
 def json_object(raw: bytes) -> dict:
-    """The JSON object of a line. Raises Refused."""
+    """Return the JSON object of a line. Raise Refused if it has none."""
     text = utf8(raw)
     if not text.strip(" \t\r\n"):
         raise Refused(BLANK_LINE, "the line is empty")
@@ -126,7 +126,7 @@ def json_object(raw: bytes) -> dict:
         data = DECODER.decode(text)
     except ValueError as error:
         where = "a number has too many digits" if "digits" in str(error) else str(error)
-        if isinstance(error, json.JSONDecodeError):  # it counts a line's own end as another line
+        if isinstance(error, json.JSONDecodeError):  # whose own text counts lines, and the end of ours as a new one
             where = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         raise Refused("invalid_json", f"the line is not JSON: {where}") from None
     if not isinstance(data, dict):
@@ -135,7 +135,7 @@ def json_object(raw: bytes) -> dict:
 
 
 def utf8(raw: bytes) -> str:
-    """A line as text, without a byte order mark before it. Raises Refused."""
+    """Return a line as text, without a byte order mark. Raise Refused if it is not UTF-8."""
     try:
         return raw.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
@@ -144,18 +144,17 @@ def utf8(raw: bytes) -> str:
 
 
 def check_utf8(name: str, text: str) -> str:
-    """Return a text that UTF-8 can hold. Raise Refused for a byte of another encoding, and half a surrogate pair."""
+    """Return the text. Raise Refused if UTF-8 cannot encode it: for half a surrogate pair, also of a wrong encoding."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        message = f"the {name} is not UTF-8: --encoding names another encoding; or it holds half of a surrogate pair"
+        message = f"the {name} is not UTF-8, or has half of a surrogate pair; --encoding names another encoding"
         raise Refused("invalid_utf8", message, name) from None
     return text
 
 
 def url_of(data: dict) -> str | None:
-    """Return the endpoint that a line's object names, or, for a bare body, that its fields belong to; None for
-    neither."""
+    """Return the endpoint in a line's url, else the one that the fields of a bare body belong to, else None."""
     if data.get("url") in URLS:
         return data["url"]
     return CHAT if "messages" in data else COMPLETIONS if "prompt" in data else None
@@ -163,15 +162,15 @@ def url_of(data: dict) -> str | None:
 
 @dataclass
 class Bodies:
-    """Reads the objects of Batch lines for a checkpoint."""
+    """Converts the objects of Batch lines to requests for a checkpoint."""
 
     codec: RequestCodec
-    sampling: dict  #: sampling parameters of bodies that do not name them
+    sampling: dict  #: default sampling parameters
     chat: ChatRules = ChatRules()
-    _known: dict[tuple[str, str], SamplingParams] = field(default_factory=dict)  #: of lines before, by url and fields
+    _known: dict[tuple[str, str], SamplingParams] = field(default_factory=dict)  #: cache: (url, fields) -> parameters
 
     def draft(self, data: dict) -> Draft:
-        """Return the request of a line's object. Raise Refused if it cannot be served with any prompt."""
+        """Return the request of a line's object. Raise Refused if it cannot be served, whatever its prompt."""
         custom_id = data.get("custom_id")
         if "custom_id" not in data:
             raise Refused("missing_custom_id", "custom_id is missing", "custom_id")
@@ -196,13 +195,14 @@ class Bodies:
             raise
 
     def _from_body(self, custom_id: str, body: dict, url: str) -> Draft:
+        """Return the request of a body. Raise Refused for a field that cannot be served."""
         body = {name: value for name, value in body.items() if value is not None}
         model = body.get("model", self.codec.shape.name)
         if not isinstance(model, str):
             raise Refused("invalid_value", f"model is {shown(model)}; it must be a text", "model")
         return_token_ids, echo = _flag(body, "return_token_ids"), url == COMPLETIONS and _flag(body, "echo")
         if echo_alone := echo and body.get("max_tokens") == 0:
-            body["max_tokens"] = 1  # computed, and left out of the answer
+            body["max_tokens"] = 1  # the token is computed, but left out of the answer
         name = "messages" if url == CHAT else "prompt"
         if name not in body:
             near = difflib.get_close_matches(name, [key[:SHOWN] for key in body], n=1)
@@ -220,7 +220,7 @@ class Bodies:
         return Draft(custom_id, prompt, params, model, url, return_token_ids, echo, echo_alone, form)
 
     def _take_tools(self, body: dict) -> tuple[list | None, ToolForm | None]:
-        """Take the tools out of a chat's body; return them, and how their calls are found. Raise Refused."""
+        """Remove the tools from a chat's body; return them and the form of their calls. Raise Refused if unusable."""
         tools, choice = body.pop("tools", None) or None, body.pop("tool_choice", "auto")
         parallel = body.pop("parallel_tool_calls", True)
         if choice not in ("none", "auto"):
@@ -241,8 +241,7 @@ class Bodies:
             raise Refused("invalid_value", str(error), "tools") from None
 
     def chat_text(self, messages, variables=None, tools: list | None = None, ends: dict | None = None) -> str:
-        """Return the messages in the template, up to the assistant's answer; ``variables``: further ones of the
-        template. Raise Refused."""
+        """Return the messages formatted by the template; see ``chat_text``. Raise Refused if that is impossible."""
         if not isinstance(variables, dict | None):
             message = f"chat_template_kwargs is {shown(variables)}; it must be an object"
             raise Refused("invalid_value", message, "chat_template_kwargs")
@@ -250,8 +249,8 @@ class Bodies:
         return chat_text(messages, self.codec.tokenizer, self.chat.template, variables, tools)
 
     def params(self, fields: dict, url: str) -> SamplingParams:
-        """Return a body's sampling parameters; most lines of a file repeat an earlier line's."""
-        key = (url, repr(fields))  # tells 1 from 1.0 and true
+        """Return a body's sampling parameters, cached because most lines of a file have the same."""
+        key = (url, repr(fields))  # unlike a dict's equality, this distinguishes 1, 1.0 and true
         if (params := self._known.get(key)) is None:
             params = _params(fields, url, self.sampling)
             if len(self._known) >= KNOWN_PARAMS:
@@ -261,7 +260,7 @@ class Bodies:
         return params
 
     def request(self, draft: Draft) -> Request:
-        """Return a draft's request. Raise InputError when its prompt cannot be served."""
+        """Return a draft's request with its prompt as tokens. Raise InputError if the prompt cannot be served."""
         ids = self.codec.check(draft.prompt, draft.params, "the prompt", draft.url != CHAT)
         return_ids, before = draft.return_token_ids or self.codec.tokenizer is None, None
         if draft.echo:
@@ -280,9 +279,9 @@ class Bodies:
         )
 
     def prompt_tokens(self, drafts: list[Draft]) -> list[int]:
-        """Return the lengths of the prompts; 0 of one that cannot be served."""
+        """Return the lengths of the prompts; 0 for a prompt that cannot be served."""
         lengths = [0] * len(drafts)
-        for url in URLS:  # a chat template has written the special tokens itself
+        for url in URLS:  # separately, because chat templates write the special tokens themselves
             places = [place for place, draft in enumerate(drafts) if draft.url == url]
             asked = [(drafts[place].prompt, drafts[place].params) for place in places]
             try:
@@ -291,19 +290,19 @@ class Bodies:
             except Refused:
                 if len(drafts) == 1:
                     return [0]
-                return [self.prompt_tokens([draft])[0] for draft in drafts]  # one of them is to blame
+                return [self.prompt_tokens([draft])[0] for draft in drafts]  # one by one, to find the one that fails
             for place, count in zip(places, counts):
                 lengths[place] = 0 if isinstance(count, InputError) else count
         return lengths
 
 
 def _given(data: dict, name: str) -> str:
-    """A field as the line has it, or that it has none."""
+    """Return a field's value as text, or "missing"."""
     return shown(data[name]) if name in data else "missing"
 
 
 def _flag(body: dict, name: str) -> bool:
-    """Take a field that is true or false out of the body. Raise Refused."""
+    """Remove a Boolean field from the body and return it. Raise Refused if it is not Boolean."""
     value = body.pop(name, False)
     if not isinstance(value, bool):
         raise Refused("invalid_value", f"{name} is {shown(value)}; it must be true or false", name)
@@ -311,17 +310,18 @@ def _flag(body: dict, name: str) -> bool:
 
 
 def one_prompt(prompt) -> str | list[int]:
-    """Return the prompt of a completion, of which a list may hold one. Raise Refused for anything else."""
+    """Return the prompt of a completion, or the only one of a list. Raise Refused for anything else."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, list) and any(not is_integer(token) for token in prompt):
-        raise Refused("invalid_value", "prompt must be a text or a list of token ids: one prompt a line", "prompt")
+        raise Refused("invalid_value", "prompt must be a text or a list of token ids: one prompt per line", "prompt")
     if not isinstance(prompt, (str, list)):
         raise Refused("invalid_value", f"prompt is {shown(prompt)}; it must be a text or a list of token ids", "prompt")
     return prompt
 
 
 def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
+    """Return the sampling parameters of a body's fields. Raise Refused for a field that is wrong or unsupported."""
     wanted = {}
     body = _chat_logprobs(body) if url == CHAT else body
     for name, value in body.items():
@@ -329,27 +329,27 @@ def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
             continue
         if name not in NEUTRAL:
             whole = isinstance(value, float) and name in WHOLE_NUMBERS and value.is_integer()
-            wanted[name] = int(value) if whole else value  # pandas writes 16.0 in a column that lacks a value
-        elif not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[name]):
+            wanted[name] = int(value) if whole else value  # pandas writes 16.0 for 16 if the column has empty cells
+        elif not any(same(value, neutral) for neutral in NEUTRAL[name]):
             raise Refused("unsupported_parameter", f"{name} is {shown(value)}; it is not supported", name)
     if url == CHAT and "max_completion_tokens" in wanted:
         limit = wanted.pop("max_completion_tokens")
         if wanted.setdefault("max_tokens", limit) != limit:
             raise Refused("invalid_value", "max_tokens and max_completion_tokens differ; give one", "max_tokens")
     if is_integer(wanted.get("seed")):
-        wanted["seed"] %= 2**64  # OpenAI's is signed
+        wanted["seed"] %= 2**64  # OpenAI's seeds are signed
     _take_form(wanted)
     try:
         return SamplingParams(**{"max_tokens": None if url == CHAT else 16, **defaults, **wanted})
     except InputError as error:
-        # The message begins with the wrong field; the known fields that it lists come later.
+        # The first field that the message names is the wrong one; lists of known fields come later.
         param = next((word for word in re.findall(r"\w+", str(error)) if word in wanted), None)
         code = "unknown_parameter" if str(error).startswith("unknown") else "invalid_value"
         raise Refused(code, str(error), param) from None
 
 
 def _take_form(wanted: dict) -> None:
-    """Put OpenAI's response_format and vLLM's guided_* in the place of structured_outputs. Raise Refused."""
+    """Replace OpenAI's response_format and vLLM's guided_* by structured_outputs. Raise Refused for wrong values."""
     forms = {name: wanted.pop(name) for name in GUIDED if name in wanted}
     fields = {name.removeprefix("guided_"): value for name, value in forms.items()}
     if (response := wanted.pop("response_format", None)) is not None and response != {"type": "text"}:
@@ -374,7 +374,7 @@ def _take_form(wanted: dict) -> None:
 
 
 def _chat_logprobs(body: dict) -> dict:
-    """Return the body with the logprobs of a completion. Raise Refused."""
+    """Return a chat's body with logprobs as in a completion's. Raise Refused for wrong values."""
     body = dict(body)
     asked, count = _flag(body, "logprobs"), body.pop("top_logprobs", 0)
     if not is_integer(count) or not 0 <= count <= MOST_LOGPROBS:
@@ -392,7 +392,7 @@ NO_TEMPLATE = (
 
 
 def check_template(template: str, name: str) -> None:
-    """Raise InputError, which calls the template ``name``, for one that is no Jinja."""
+    """Raise InputError if the template is not valid Jinja; the message calls it ``name``."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -403,26 +403,26 @@ def check_template(template: str, name: str) -> None:
 
 
 def template_of(tokenizer, template: str | None, tools: list | None) -> str:
-    """Return the text of a chat template: of the tokenizer's own for None. Raise Refused without one."""
+    """Return the chat template, by default the tokenizer's own. Raise Refused if there is none."""
     if not template and not getattr(tokenizer, "chat_template", None):
         raise Refused("invalid_url", NO_TEMPLATE, "url")
     try:
         return tokenizer.get_chat_template(template, tools=tools)
     except ValueError:
         named = ", ".join(tokenizer.chat_template)
-        message = f"the model's chat templates are named {named}, and none is the default: give one as --chat-template"
+        message = f"the model has the chat templates {named}, but no default: give one with --chat-template"
         raise Refused("invalid_url", message, "url") from None
 
 
 class Reading(NamedTuple):
-    """What a chat template shows of a message's content."""
+    """The forms of a message's content that a chat template prints."""
 
-    text: bool = True  #: a text
-    parts: int = 0  #: so many of two parts with texts
+    text: bool = True  #: whether it prints a text
+    parts: int = 0  #: number of parts that it prints of a content with two text parts
 
 
 def _readings(tokenizer, template: str | None, variables: dict, tools: list | None) -> dict[str, Reading]:
-    """Return what a template shows, by role, from its output for sample words; refused roles are absent."""
+    """Return role -> the content forms that a template prints, found with sample words; without refused roles."""
     readings: dict[str, Reading] = {}
     for roles in (("user",), ("system", "user"), ("user", "assistant", "user")):
         seen = []
@@ -434,9 +434,9 @@ def _readings(tokenizer, template: str | None, variables: dict, tools: list | No
                 text = tokenizer.apply_chat_template(
                     said, tools, chat_template=template, tokenize=False, add_generation_prompt=True, **variables
                 )
-                printed = re.sub(r"""["']text["']: *["']\w+""", "", text.lower())  # parts themselves, as a text
+                printed = re.sub(r"""["']text["']: *["']\w+""", "", text.lower())  # without parts printed as objects
                 seen.append({role: [word in printed for word in texts] for role, texts in words.items()})
-            except Exception:  # a template is a program: it raises what it likes
+            except Exception:  # a template is a program that may raise anything
                 seen.append(None)
         for role in roles if seen != [None, None] else ():
             shown_text, shown_parts = (one[role] if one else [False, False] for one in seen)
@@ -445,7 +445,7 @@ def _readings(tokenizer, template: str | None, variables: dict, tools: list | No
 
 
 def readings_of(tokenizer, template: str | None, variables: dict, tools: list | None) -> dict[str, Reading]:
-    """Return ``_readings``, kept with the tokenizer."""
+    """Return ``_readings``, cached in the tokenizer."""
     known = tokenizer.__dict__.setdefault("_template_readings", {})
     key = template, bool(tools), repr(variables)
     if key not in known:
@@ -463,11 +463,11 @@ def chat_text(
     tools: list | None = None,
     content_format: str = "auto",
 ) -> str:
-    """Return the messages in a template, the tokenizer's own for None, up to where the assistant answers.
+    """Return the messages formatted by a chat template (None: the tokenizer's), up to the assistant's answer.
 
-    ``variables``: further ones of the template, and add_generation_prompt and continue_final_message; ``tools``: those
-    that the answer may call; ``content_format``: contents are given as a "string", as "openai" parts, or as the
-    template shows them ("auto"). Raise Refused.
+    ``variables``: more variables of the template, add_generation_prompt and continue_final_message among them.
+    ``tools``: tools that the answer may call. ``content_format``: whether the template gets contents as a "string", as
+    "openai" parts, or in the form that it prints ("auto"). Raise Refused if the template cannot format the messages.
     """
     template_of(tokenizer, template, tools)
     if not isinstance(messages, list) or not messages:
@@ -478,7 +478,7 @@ def chat_text(
     if readings.get("user") == Reading(False, 0):
         raise Refused("invalid_value", "the chat template leaves out what the user says", "messages")
     error = None
-    for as_text in (False, True):  # arguments of calls: most templates take objects, some texts
+    for as_text in (False, True):  # whether calls have arguments as text: few templates need that
         plain = []
         for place, message in enumerate(messages):
             where = f"messages[{place}]"
@@ -503,17 +503,15 @@ def chat_text(
 
 
 def _plain_message(message: dict, where: str, as_text: bool) -> dict:
-    """Return a message as templates take it, with its content as it is; ``as_text``: arguments of calls. Raise
-    Refused."""
-    message = {
-        name: value for name, value in message.items() if name in ("role", "content") or value not in (None, "", [], {})
-    }
+    """Return a message for a template, its content unchanged. Raise Refused for a wrong or unsupported field.
+    ``as_text``: whether arguments of tool calls are a JSON text instead of an object."""
+    message = {k: v for k, v in message.items() if k in ("role", "content") or v not in (None, "", [], {})}
     if strange := sorted(set(message) - {"role", "content", "name", *MESSAGE_FIELDS.get(message["role"], ())}):
         raise Refused("unsupported_parameter", f"{where}.{shown(strange[0])} is not supported", "messages")
     if thoughts := message.get("reasoning") or message.get("reasoning_content"):
         if not isinstance(thoughts, str):
             raise Refused("invalid_value", f"{where}.reasoning_content must be a text", "messages")
-        message |= {"reasoning": thoughts, "reasoning_content": thoughts}  # templates read either
+        message |= {"reasoning": thoughts, "reasoning_content": thoughts}  # templates use either name
     if calls := message.get("tool_calls"):
         try:
             message["tool_calls"] = [plain_call(call, as_text) for call in calls]
@@ -525,7 +523,7 @@ def _plain_message(message: dict, where: str, as_text: bool) -> dict:
 
 
 def _content(content, where: str, reading: Reading, content_format: str) -> str | list[dict]:
-    """Return a content in the form in which the template shows it. Raise Refused."""
+    """Return a content in the form that the template prints. Raise Refused if it is not a text or text parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     is_text = [isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts]
     if not parts or not all(is_text):
@@ -542,7 +540,7 @@ def _parts(texts: Sequence[str]) -> list[dict]:
 
 
 def shown(value) -> str:
-    """A value of a line for an error message, not too long."""
+    """Return a line's value as JSON for an error message, cut to SHOWN characters."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""OpenAI's Batch lines: from an answer, or the reason for none, to its line.
+"""Converts answers and errors to output lines of OpenAI's Batch format, and reads such lines.
 
-Formats: openai-openapi's schema BatchRequestOutput, and those of the two endpoints; prompt_logprobs are vLLM's.
+Formats: schema BatchRequestOutput of openai-openapi, and the schemas of the two endpoints; prompt_logprobs as in vLLM.
 """
 
 import io
@@ -15,16 +15,16 @@ from flexhybrid.requests import CompletionOutput, Logprob, Logprobs, RequestOutp
 
 ID = re.compile(r"batch_req_(\d{8,19})")
 DIGEST = re.compile(r"req_\d+_([0-9a-f]{16})")
-LEAST_LOGPROB = -9999.0  #: in place of the logarithm of 0, which JSON lacks; vLLM's number
+LEAST_LOGPROB = -9999.0  #: replaces minus infinity, which JSON lacks, as in vLLM
 
 
 def answer_tokens(request: Request, output: RequestOutput) -> int:
-    """Return the tokens of all choices; 0 for a request that asks for nothing behind its prompt."""
+    """Return the number of tokens of all choices; 0 if only the prompt is to be returned."""
     return 0 if request.echo and request.echo.alone else sum(len(one.token_ids) for one in output.outputs)
 
 
 def answer_line(number: int, request: Request, output: RequestOutput, created: int) -> bytes:
-    """Return the output line that answers input line ``number``. ``created``: unix time of the job."""
+    """Return the output line that answers input line ``number``. ``created``: Unix time of the job's start."""
     chat = request.url == CHAT
     prompt_tokens = len(output.prompt_token_ids)
     tokens = answer_tokens(request, output)
@@ -42,14 +42,15 @@ def answer_line(number: int, request: Request, output: RequestOutput, created: i
     made = (_chat_choice(request, one, number) if chat else _choice(request, output, one) for one in output.outputs)
     digest = f"_{request.digest}" * bool(request.digest)
     before, behind = _line(number, request.custom_id, 200, body, digest).split(b'"choices": []', 1)
-    line = io.BytesIO()  # gives its bytes without a copy
+    line = io.BytesIO()  # its getvalue makes no copy
     line.write(before + b'"choices": [')
-    line.writelines(b", " * (place > 0) + _json(choice) for place, choice in enumerate(made))  # one at a time
+    line.writelines(b", " * (place > 0) + _json(choice) for place, choice in enumerate(made))  # saves memory
     line.write(b"]" + behind)
     return line.getvalue()
 
 
 def _choice(request: Request, output: RequestOutput, completion: CompletionOutput) -> dict:
+    """Return a completion's choice."""
     text, ids, logprobs = completion.text, completion.token_ids, completion.logprobs
     echo, shown = request.echo, None
     if echo and echo.alone:
@@ -69,6 +70,7 @@ def _choice(request: Request, output: RequestOutput, completion: CompletionOutpu
 
 
 def _chat_choice(request: Request, completion: CompletionOutput, number: int) -> dict:
+    """Return a chat's choice, for input line ``number``."""
     logprobs = None
     if completion.logprobs is not None:
         num_top, places = request.params.logprobs or 0, zip(completion.token_ids, completion.logprobs, strict=True)
@@ -77,10 +79,8 @@ def _chat_choice(request: Request, completion: CompletionOutput, number: int) ->
     message: dict = {"role": "assistant", "content": said}
     if calls:
         name = f"call_{number:08d}_{completion.index}"
-        message["tool_calls"] = [
-            {"id": f"{name}_{place}", "type": "function", "function": call._asdict()}
-            for place, call in enumerate(calls)
-        ]
+        functions = enumerate(call._asdict() for call in calls)
+        message["tool_calls"] = [{"id": f"{name}_{k}", "type": "function", "function": of} for k, of in functions]
     choice = {
         "index": completion.index,
         "message": message,
@@ -93,8 +93,8 @@ def _chat_choice(request: Request, completion: CompletionOutput, number: int) ->
 def _completion_logprobs(
     ids: list[int], places: Sequence[Logprobs | None], num_top: int, first_token: Logprob | None
 ) -> dict[str, list]:
-    """Return the logprobs of a completion: each token's text, and its position in the whole text. ``first_token``: of a
-    prompt; it has no number."""
+    """Return the logprobs of a completion: texts, log probabilities and offsets of its tokens.
+    ``first_token``: the first token of an echoed prompt, which has no log probability."""
     columns = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, place in zip(ids, places, strict=True):
         text, logprob, top, offset = first_token and _text(token, first_token, "bytes:"), None, None, 0
@@ -120,34 +120,33 @@ def _chat_logprobs(token: int, place: Logprobs, num_top: int) -> dict:
 
 
 def _most_probable(place: Logprobs, num_top: int) -> list[int]:
-    """Return the ``num_top`` most probable tokens, and the chosen one only if among them."""
+    """Return the ``num_top`` most probable tokens. The chosen token is added only if it is one of them."""
     return sorted((token for token, logprob in place.items() if logprob.rank <= num_top), key=lambda t: place[t].rank)
 
 
 def _by_id(places: Sequence[Logprobs | None]) -> list[dict | None]:
-    return [
-        place
-        and {
-            str(token): {"logprob": _number(one), "rank": one.rank, "decoded_token": one.decoded_token}
-            for token, one in place.items()
-        }
-        for place in places
-    ]
+    """Return the candidates at each place of a prompt, by token id."""
+
+    def entry(one: Logprob) -> dict:
+        return {"logprob": _number(one), "rank": one.rank, "decoded_token": one.decoded_token}
+
+    return [place and {str(token): entry(one) for token, one in place.items()} for place in places]
 
 
 def _text(token: int, logprob: Logprob, of_bytes: str = "") -> str:
-    """Return OpenAI's name of a token: its text; of a part of a character, its bytes behind ``of_bytes``."""
+    """Return OpenAI's name of a token: its text, or for a part of a character ``of_bytes`` and its bytes."""
     if logprob.token_bytes is not None:
         return of_bytes + repr(logprob.token_bytes)[2:-1]
     return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
 
 
 def _number(logprob: Logprob) -> float:
+    """Return the log probability as a number that JSON can represent."""
     return max(logprob.logprob, LEAST_LOGPROB)
 
 
 def error_line(number: int, refused: Refused) -> bytes:
-    """Return the output line that says why input line ``number`` was not served."""
+    """Return the output line with the reason why input line ``number`` was refused."""
     message = f"line {number}: {refused.message}"
     error = {"message": message, "type": "invalid_request_error", "param": refused.param, "code": refused.code}
     return _line(number, refused.custom_id, 400, {"error": error})
@@ -160,7 +159,7 @@ def _line(number: int, custom_id: str | None, status: int, body: dict, digest: s
 
 
 def renumbered(raw: bytes, number: int, custom_id: str | None) -> bytes:
-    """Return an answer's line as that to input line ``number``, which has this custom_id."""
+    """Return an answer's line changed to answer input line ``number`` with this custom_id."""
     line = json.loads(raw)
     body, old = line["response"]["body"], line["id"].removeprefix("batch_req_")
     calls = [call for choice in body["choices"] for call in choice.get("message", {}).get("tool_calls", ())]
@@ -172,21 +171,21 @@ def renumbered(raw: bytes, number: int, custom_id: str | None) -> bytes:
 def _json(value: dict) -> bytes:
     try:
         return json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can name and UTF-8 cannot hold
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can escape but UTF-8 cannot encode
         return json.dumps(value).encode()
 
 
 class Reply(NamedTuple):
-    """What a line of an output file records about a line of the input."""
+    """The facts that a line of an output file has about its input line."""
 
-    number: int  #: of the input's line, from 1
-    answered: bool  #: it is refused otherwise
-    num_tokens: int  #: of all its answers; 0 where that is not told
-    digest: int = 0  #: of the input's line; 0 where that is not told
+    number: int  #: number of the input line, from 1
+    answered: bool  #: False: refused
+    num_tokens: int  #: tokens of all its answers; 0 if not given
+    digest: int = 0  #: hash of the input line; 0 if not given
 
 
 def parse_answer(raw: bytes) -> Reply | None:
-    """Read a whole line of an output file; return None for any other line."""
+    """Return the facts of a complete line of an output file; None for any other line."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
@@ -199,6 +198,6 @@ def parse_answer(raw: bytes) -> Reply | None:
         return None
     usage = response["body"].get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    told = DIGEST.fullmatch(str(response.get("request_id")))
-    digest = int(told[1], 16) if told else 0
+    found = DIGEST.fullmatch(str(response.get("request_id")))
+    digest = int(found[1], 16) if found else 0
     return Reply(int(match[1]), response.get("status_code") == 200, tokens if type(tokens) is int else 0, digest)

@@ -1,7 +1,8 @@
-"""A file of requests: where its lines are, and an index of them that is small beside the file.
+"""A file of requests, and an index of its lines that is much smaller than the file.
 
-The index keeps where a line starts and how long its request is; the line is read again when its turn comes. A long
-file is counted for some seconds, and the rest of it while the first requests are answered.
+The index has the offset of each line and the length of its request; a line is read again when its request runs.
+Counting means reading a line and counting its tokens. A long file is counted for some seconds, and the rest of it
+while the first requests are answered.
 """
 
 import contextlib
@@ -27,38 +28,38 @@ from flexhybrid.requests import RequestCodec, load_tokenizer
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.sampling_params import noted_bytes
 
-CHUNK_LINES, CHUNK_BYTES = 1024, 1 << 22  #: of lines that are encoded together, at most
-PACE = 0.25  #: share of the time in which the rest of a long file is counted while requests are answered
-_READING = threading.Lock()  # a place in a file is sought and read by one thread at a time
-BLOCK_BYTES = 1 << 20  #: of the file that are searched for line ends at once
+CHUNK_LINES, CHUNK_BYTES = 1024, 1 << 22  #: most lines and bytes that are encoded together
+PACE = 0.25  #: share of the time that the thread of ``count_meanwhile`` works
+_READING = threading.Lock()  # held by the thread that seeks and reads in a file
+BLOCK_BYTES = 1 << 20  #: bytes of the file that are searched for line ends at once
+FIRST_URLS = 64  #: number of endpoints that ``first_urls`` reads
 
 
 @dataclass
 class RequestIndex:
-    """Counts of the lines of a file, by line number less one; 16 bytes a line, 15 more where lines ask for several
-    answers or log probabilities, repeat a custom_id or begin alike (pages of zeros take no memory until they are
-    written), and 8 a beginning of prompts."""
+    """Arrays over the lines of a file, indexed by place (line number minus one).
+    They take 16 bytes per line. Lines with several answers, log probabilities, a repeated custom_id or a shared prefix
+    take 15 more (pages of zeros take no memory before they are written), and each shared prefix takes 8."""
 
-    offsets: np.ndarray  #: [lines + 1] int64, of the first byte of each line
+    offsets: np.ndarray  #: [lines + 1] int64, offset of each line's first byte, and the file's size
     prompt_tokens: np.ndarray  #: [lines] int32; 0: the line is refused, or not counted yet
     max_tokens: np.ndarray  #: [lines] int32
     more_answers: np.ndarray  #: [lines] int16, answers beyond the first
     noted: np.ndarray  #: [lines] int64, bytes of each line's log probabilities (``noted_bytes``)
-    duplicates: np.ndarray  #: [lines] bool: an earlier line has the same custom_id
-    #: [lines] int32, one more than the number of what its prompt begins with as others do (``beginnings``); 0: nothing
-    beginning: np.ndarray
-    sha256: str
+    duplicates: np.ndarray  #: [lines] bool: whether an earlier line has the same custom_id
+    beginning: np.ndarray  #: [lines] int32, number of its longest shared prefix plus one (``beginnings``); 0: none
+    sha256: str  #: hash of the file
     beginnings: Beginnings | None = None
-    counted: int = 0  #: lines that are counted, from the first on
-    noted_token: int = 0  #: likewise of a token, the most of any line
-    num_beyond: int = 0  #: lines of these that ask for more tokens than their prompts leave room for
-    _rest: Iterator[int] | None = None  #: counts on
+    counted: int = 0  #: number of leading lines that are counted
+    noted_token: int = 0  #: bytes of a token's log probabilities, the maximum over all lines
+    num_beyond: int = 0  #: counted lines whose prompt and max_tokens exceed the model's context
+    _rest: Iterator[int] | None = None  #: counts the next lines
     _grown: threading.Condition = field(default_factory=threading.Condition)
-    _error: BaseException | None = None  #: that ended the thread of ``count_meanwhile``
+    _error: BaseException | None = None  #: exception that ended the thread of ``count_meanwhile``
 
     @staticmethod
     def of(lines: BinaryIO) -> "RequestIndex":
-        """Return the request index of a file of which nothing is counted yet."""
+        """Return the index of a file whose lines are not counted yet."""
         offsets, digest = find_lines(lines)
         num_lines = len(offsets) - 1
         prompts, limits, beginning = np.zeros((3, num_lines), np.int32)
@@ -74,7 +75,7 @@ class RequestIndex:
         return self.counted == self.num_lines
 
     def workload(self, places: np.ndarray) -> Workload:
-        """Return the lengths of all answers of the lines at ``places`` (line numbers less one)."""
+        """Return the lengths of the requests at ``places``, an entry for each of their answers."""
         each, prefixes = per_answer(places, self.num_answers(places)), None
         if self.beginnings and self.beginnings.tokens:
             prefixes = self.beginnings.prefixes(self.beginning[each] - 1)
@@ -82,12 +83,12 @@ class RequestIndex:
         return Workload(self.prompt_tokens[each], self.max_tokens[each], prefixes=prefixes, noted=noted)
 
     def num_answers(self, places: np.ndarray | slice) -> np.ndarray:
-        """Return how many answers each of the lines at ``places`` asks for."""
+        """Return the number of answers (``n``) of each line at ``places``."""
         return self.more_answers[places] + np.int16(1)
 
     @property
     def valid(self) -> np.ndarray:
-        """[lines] whether it is counted and can be served."""
+        """[lines] bool: whether the line is counted and can be served."""
         return self.prompt_tokens > 0
 
     def wait(self, counted: int) -> bool:
@@ -100,9 +101,9 @@ class RequestIndex:
 
     @contextlib.contextmanager
     def count_meanwhile(self, read: LineReader) -> Iterator[None]:
-        """Count the remaining lines in a thread until the block ends; ``read`` is the reader of the first ones.
+        """Count the remaining lines in a thread until the block ends. ``read``: the reader of the first ones.
 
-        The thread works a share of PACE of the time, to leave the cores to the answers.
+        The thread works only PACE of the time, because the answers need the cores.
         """
         ended = threading.Event()
 
@@ -130,7 +131,7 @@ class RequestIndex:
             thread.join()
 
     def count_on(self) -> int:
-        """Count the next lines; return their bytes, 0 at the end."""
+        """Count the next lines; return the number of their bytes, 0 at the end."""
         size = next(self._rest, 0) if self._rest else 0
         if not size:
             self._rest = None
@@ -140,12 +141,12 @@ class RequestIndex:
 
 
 def per_answer(places: np.ndarray, num_answers: np.ndarray) -> np.ndarray:
-    """Return each of ``places`` [lines] once per answer; the same array if all have one."""
+    """Return each of ``places`` [lines] once per answer; the same array if each line has one answer."""
     return places if num_answers.max(initial=1) == 1 else np.repeat(places, num_answers)
 
 
 def find_lines(lines: BinaryIO) -> tuple[np.ndarray, str]:
-    """Return the offsets of the first bytes of all lines and of the file's end [lines + 1], and the file's sha256."""
+    """Return the offsets of all lines and of the file's end, [lines + 1] int64, and the file's sha256."""
     starts, digest, size = array("q", [0]), sha256(), 0
     while block := _read_at(lines, size, BLOCK_BYTES):
         digest.update(block)
@@ -158,7 +159,7 @@ def find_lines(lines: BinaryIO) -> tuple[np.ndarray, str]:
 
 
 def _read_at(lines: BinaryIO, start: int, size: int) -> bytes:
-    """Read bytes of a file that a request index and a run share."""
+    """Return bytes of a file that several threads read."""
     name = getattr(lines, "name", None)
     with _READING, file_errors(f"read {name if isinstance(name, str) else 'a temporary file'}"):
         lines.seek(start)
@@ -166,8 +167,8 @@ def _read_at(lines: BinaryIO, start: int, size: int) -> bytes:
 
 
 def read_lines(lines: BinaryIO, offsets: np.ndarray, first: int, last: int) -> Iterator[list[bytes]]:
-    """Yield the lines ``first`` … ``last`` - 1 (numbers less one) in lists of at most CHUNK_LINES and CHUNK_BYTES; of a
-    line beyond that, which stands alone, the first MAX_LINE_BYTES + 1 bytes."""
+    """Yield the lines at places ``first`` … ``last`` - 1, in lists of at most CHUNK_LINES lines and CHUNK_BYTES bytes.
+    A longer line comes alone, cut to MAX_LINE_BYTES + 1 bytes."""
     while first < last:
         start = int(offsets[first])
         behind = int(np.searchsorted(offsets[: last + 1], start + CHUNK_BYTES, side="right")) - 1
@@ -188,9 +189,10 @@ def index_requests(
     on_bytes: Callable[[int], object] = lambda _: None,
     seconds: float = math.inf,
 ) -> RequestIndex:
-    """Count the file: one pass for its lines, one for their requests, during which ``on_bytes(n)`` is called.
+    """Return the index of a file, after one pass that finds its lines and one that counts their tokens.
 
-    The second one pauses after ``seconds``, with at least one request that can be served, where there is one.
+    ``on_bytes``: called with the number of bytes counted. Counting pauses after ``seconds``, but not before it has
+    found a request that can be served.
     """
     index, began = RequestIndex.of(lines), time.monotonic()
     index._rest = _counting(index, lines, read, max_context)
@@ -202,7 +204,7 @@ def index_requests(
 
 
 def _counting(index: RequestIndex, lines: BinaryIO, read: LineReader, max_context: int) -> Iterator[int]:
-    """Count chunk by chunk; yield the bytes of each."""
+    """Count the lines of a file, chunk by chunk; yield the number of bytes of each chunk."""
 
     def again(number: int) -> str | None:
         return _draft(read, next(read_lines(lines, index.offsets, number - 1, number))[0], number)[1]
@@ -235,7 +237,7 @@ def _counting(index: RequestIndex, lines: BinaryIO, read: LineReader, max_contex
 
 
 def _draft(read: LineReader, raw: bytes, number: int) -> tuple[Draft | None, str | None]:
-    """Return a line's request, None if refused; and its custom_id, None if unreadable."""
+    """Return a line's request (None if refused) and its custom_id (None if unreadable)."""
     try:
         draft = read.draft(raw, number)
     except Refused as refused:
@@ -244,21 +246,21 @@ def _draft(read: LineReader, raw: bytes, number: int) -> tuple[Draft | None, str
 
 
 class CustomIds:
-    """The custom_ids of the lines so far; 14 to 20 bytes a line.
+    """Finds repeated custom_ids with 14 to 20 bytes per line.
 
-    A hash table of line numbers with open addressing and 64 bits of each line's hash. If these agree, the earlier line
-    is read again: different names never count as one.
+    It is a hash table of line numbers with open addressing and a 64-bit hash per line. If two hashes are equal, the
+    earlier line is read again to compare the custom_ids.
     """
 
     def __init__(self, num_lines: int, custom_id: Callable[[int], str | None]):
-        """``custom_id(number)`` reads that of a line."""
+        """``custom_id(number)`` reads the custom_id of a line."""
         size = 1 << (num_lines + num_lines // 2).bit_length()
         self._mask, self._custom_id = size - 1, custom_id
         self._numbers = array("I", bytes(4 * size))  # 0: free
         self._hashes = array("q", bytes(8 * (num_lines + 1)))
 
     def stands_before(self, custom_id: str, number: int) -> bool:
-        """Return whether an earlier line has this name; else enter it as that of line ``number``."""
+        """Return whether an earlier line has this custom_id; if not, add it for line ``number``."""
         hashed = hash(custom_id)
         place = hashed & self._mask
         while earlier := self._numbers[place]:
@@ -269,11 +271,11 @@ class CustomIds:
         return False
 
 
-def first_urls(lines: BinaryIO, most: int = 64) -> set[str]:
-    """Return the endpoints of a Batch file's first lines that name one."""
+def first_urls(lines: BinaryIO) -> set[str]:
+    """Return the endpoints in a Batch file's first lines."""
     urls: list[str] = []
     for raw in _read_at(lines, 0, MAX_LINE_BYTES).split(b"\n"):
-        if len(urls) == most:
+        if len(urls) == FIRST_URLS:
             break
         with contextlib.suppress(Refused):
             urls += filter(None, [url_of(json_object(raw))])
@@ -282,21 +284,21 @@ def first_urls(lines: BinaryIO, most: int = 64) -> set[str]:
 
 @dataclass(frozen=True)
 class RequestFile:
-    """An open, counted file of requests, whose lines are read again when needed."""
+    """An open file of requests with its index. Lines are read again when needed."""
 
     path: Path
-    state: tuple[int, int]  #: ``file_state`` before the request index
+    state: tuple[int, int]  #: ``file_state`` before the file was indexed
     lines: BinaryIO
     index: RequestIndex
     rules: LineRules
-    read: LineReader  #: of ``rules``
+    read: LineReader  #: reader with ``rules``
 
     def request(self, number: int) -> Request:
-        """Return the request of a line, counted from 1. Raise Refused as the request index did."""
+        """Return the request of a line, counted from 1. Raise Refused if the index has it as refused."""
         start, end = self.index.offsets[number - 1 : number + 1].tolist()
         request = self.read(_read_at(self.lines, start, min(end - start, MAX_LINE_BYTES + 1)), number)
         if self.index.duplicates[number - 1]:
-            custom_id, message = request.custom_id, f"custom_id {request.custom_id!r} stands on an earlier line"
+            custom_id, message = request.custom_id, f"an earlier line has the same custom_id, {request.custom_id!r}"
             raise Refused("duplicate_custom_id", message, "custom_id", custom_id)
         return request
 
@@ -317,16 +319,16 @@ class RequestFile:
             except Refused as refused:
                 yield number, refused
             else:
-                yield number, Refused("invalid_value", "the line could not be read when it was counted, and can be now")
+                yield number, Refused("invalid_value", "the line could not be read when the tokens were counted")
 
     def check_unchanged(self) -> None:
-        """Raise InputError when the file was written to after it was opened."""
+        """Raise InputError if the file was written to after it was opened."""
         if file_state(self.path) != self.state:
             raise InputError(f"{self.path} was changed while the job ran; answers written so far are kept")
 
 
 def count_requests(path: Path, model: Path) -> Workload:
-    """Return the lengths of the requests of a Batch file that a checkpoint can serve. Raise InputError without any."""
+    """Return the lengths of a Batch file's requests that a checkpoint can serve. Raise InputError if there is none."""
     shape = Checkpoint(model).shape
     with contextlib.closing(open_lines(path, "jsonl")) as lines:
         rules = LineRules("jsonl", {}, 0)
@@ -340,8 +342,8 @@ def count_requests(path: Path, model: Path) -> Workload:
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """Return (bytes, time of change) of a file or of a folder's files, which differ once one was written to; (0, 0) of
-    the standard input."""
+    """Return total size and latest change time of a file or of a folder's files; (0, 0) for the standard input.
+    Two results differ if a file was written to in between."""
     if path == STDIN:
         return 0, 0
     with file_errors(f"read {path}"):

@@ -1,4 +1,4 @@
-"""The answers of a finished job as a Parquet table, made of its journal, which stays the truth."""
+"""Writes the answers of a finished job as a Parquet table, from its journal, the file of answers."""
 
 import itertools
 import json
@@ -9,7 +9,7 @@ from flexhybrid.batch.replies import parse_answer
 from flexhybrid.core.errors import file_errors
 from flexhybrid.core.files import new_file
 
-ROWS = 4096  #: of a row group, which are held in memory
+ROWS = 4096  #: rows of a row group, which is held in memory
 #: Column -> Arrow type. "response" is OpenAI's object of the endpoint, as JSON.
 COLUMNS = {
     "line": "int64", "custom_id": "string", "status_code": "int16", "text": "string", "finish_reason": "string",
@@ -18,7 +18,7 @@ COLUMNS = {
 
 
 def write_table(journal: Path, path: Path) -> None:
-    """Write a row for each line of the journal, in its order; the file is whole or not changed."""
+    """Write a row for each line of the journal, in its order. If that fails, an existing table stays as it is."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -29,7 +29,7 @@ def write_table(journal: Path, path: Path) -> None:
 
 
 def _groups(journal: Path) -> Iterator[list[dict]]:
-    """Yield the rows of the table, ROWS at a time."""
+    """Yield the rows of the table in groups of ROWS."""
     with file_errors(f"read {journal}"), open(journal, "rb") as lines:
         rows = map(_row, lines)
         while group := list(itertools.islice(rows, ROWS)):
@@ -37,7 +37,7 @@ def _groups(journal: Path) -> Iterator[list[dict]]:
 
 
 def _row(raw: bytes) -> dict:
-    """Return the columns of a journal's line; of several choices the first one's text."""
+    """Return the columns of a journal's line, with the text of the first choice."""
     answer, line = parse_answer(raw), json.loads(raw)
     body, row = line["response"]["body"], {"line": answer and answer.number, "custom_id": line["custom_id"]}
     row |= {"status_code": line["response"]["status_code"], "response": json.dumps(body, ensure_ascii=False)}
@@ -48,5 +48,5 @@ def _row(raw: bytes) -> dict:
         row["text"] = choice["text"] if "text" in choice else choice["message"]["content"]
         row |= {"finish_reason": choice["finish_reason"]}
         row |= {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
-    # halves of surrogate pairs, which UTF-8 cannot hold, become question marks
+    # Halves of surrogate pairs, which UTF-8 cannot encode, become question marks.
     return {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in row.items()}

@@ -1,7 +1,7 @@
-"""Tool calls in a model's text, in the two forms that chat templates ask for.
+"""Finds tool calls in a model's text, in the two forms that chat templates ask for.
 
-Hermes, also Qwen's: <tool_call>{"name": …, "arguments": …}</tool_call> for each call, after any other text. Llama 3:
-the answer is {"name": …, "parameters": …}, or several of them separated by semicolons.
+- Hermes (also Qwen): <tool_call>{"name": …, "arguments": …}</tool_call> for each call, after any other text.
+- Llama 3: the answer is {"name": …, "parameters": …}, or several such objects separated by semicolons.
 """
 
 import json
@@ -12,17 +12,18 @@ from flexhybrid.core.errors import InputError, shown
 
 
 def _not_json(name: str):
+    """Refuse NaN and Infinity, which are not JSON."""
     raise ValueError(f"{name} is no JSON number")
 
 
 def _once(pairs: list[tuple]) -> dict:
-    """Return the object of these pairs. Raise ValueError for a name that comes twice."""
+    """Return the object of these pairs. Raise ValueError for a repeated name."""
     if len(named := dict(pairs)) < len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name appears twice")
     return named
 
 
-DECODER = json.JSONDecoder(parse_constant=_not_json)  #: of JSON alone: NaN and Infinity are none
+DECODER = json.JSONDecoder(parse_constant=_not_json)  #: strict JSON
 _CALLS = json.JSONDecoder(parse_constant=_not_json, object_pairs_hook=_once)
 HERMES, LLAMA = "hermes", "llama3_json"
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -30,10 +31,10 @@ _LLAMA_TAG = "<|python_tag|>"
 
 
 class ToolForm(NamedTuple):
-    """How the calls of an answer are found."""
+    """The form of an answer's tool calls."""
 
     name: str  #: HERMES or LLAMA
-    parallel: bool = True  #: False: of several calls the first one is taken
+    parallel: bool = True  #: False: only the first call counts
 
 
 class ToolCall(NamedTuple):
@@ -44,17 +45,17 @@ class ToolCall(NamedTuple):
 
 
 def form_of(template: str) -> str | None:
-    """Return the form of calls that a chat template asks for; None: another one, in which none are sought. Raise
-    InputError for a template without tools."""
+    """Return the form of tool calls that a chat template asks for; None for any other form.
+    Raise InputError if the template does not support tools."""
     if "tools" not in template:
-        raise InputError("the chat template knows no tools")
+        raise InputError("the chat template does not support tools")
     if "<tool_call>" in template:
         return HERMES
     return LLAMA if _LLAMA_TAG in template or re.search(r'"parameters"\s*:', template) else None
 
 
 def check_tools(tools) -> None:
-    """Raise InputError for anything but a list of OpenAI's tools."""
+    """Raise InputError if ``tools`` is not a list of tools in OpenAI's form."""
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(tools, list) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -64,8 +65,8 @@ def check_tools(tools) -> None:
 
 
 def find_calls(text: str, form: ToolForm) -> tuple[str | None, list[ToolCall]]:
-    """Return an answer's text without calls, None if empty, and the calls. Text that is not a complete call stays
-    text."""
+    """Return an answer's text without its tool calls (None if empty), and the calls.
+    An incomplete call stays part of the text."""
     said, bodies = text, []
     if form.name == HERMES:
         said, bodies = _HERMES_CALL.sub("", text), _HERMES_CALL.findall(text)
@@ -81,7 +82,8 @@ def find_calls(text: str, form: ToolForm) -> tuple[str | None, list[ToolCall]]:
 
 
 def _calls(body: str, several: bool) -> list[ToolCall]:
-    """Return the calls of a JSON text, with semicolons between ``several``. Raise ValueError, KeyError or TypeError."""
+    """Return the call of a JSON text, or ``several`` separated by semicolons.
+    Raise ValueError, KeyError or TypeError for other texts."""
     calls, body = [], body.strip()
     while body or not calls:
         call, end = _CALLS.raw_decode(body)
@@ -96,9 +98,9 @@ def _calls(body: str, several: bool) -> list[ToolCall]:
     return calls
 
 
-def plain_call(call, as_text: bool = False) -> dict:
-    """Return a call of an earlier message in the templates' form: arguments as an object, or as JSON. Raise ValueError,
-    KeyError or TypeError for other objects."""
+def plain_call(call, as_text: bool) -> dict:
+    """Return a message's tool call in the form for templates, with arguments as an object, or ``as_text`` as JSON.
+    Raise ValueError, KeyError or TypeError for other objects."""
     function = dict(call["function"])
     text = arguments = function["arguments"]
     if isinstance(arguments, str):

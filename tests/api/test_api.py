@@ -380,5 +380,5 @@ def test_an_llm_refuses_to_run_in_a_forked_process(tiny_llm):
             os.write(writing, f"{type(error).__name__}: {error}".encode())
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert os.read(reading, 1000).startswith(b"InputError: this LLM is of the process that was forked")
+    assert os.read(reading, 1000).startswith(b"InputError: this LLM and its threads belong to the parent process")
     assert tiny_llm.generate([[5, 6]], params) == before

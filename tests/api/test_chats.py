@@ -143,7 +143,7 @@ def test_an_answer_sent_back_as_it_came(tokenizer):
 
 def test_named_templates_without_a_default_are_named(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", {"rag": TEMPLATES["text"], "tool_use": TEMPLATES["parts"]})
-    with pytest.raises(Refused, match="named rag, tool_use, and none is the default"):
+    with pytest.raises(Refused, match="chat templates rag, tool_use, but no default"):
         chat_text(said("hello"), tokenizer)
     assert (
         chat_text(said("hello"), tokenizer, tools=[{}]) == "user:hello|assistant:"

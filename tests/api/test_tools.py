@@ -57,7 +57,7 @@ def test_text_that_is_no_call_is_returned_unchanged(text):
 
 def test_the_form_is_the_templates():
     assert form_of(HERMES_TEMPLATE) == HERMES and form_of(LLAMA_TEMPLATE) == LLAMA
-    with pytest.raises(InputError, match="knows no tools"):
+    with pytest.raises(InputError, match="does not support tools"):
         form_of("{{ messages[0].content }}")
     assert form_of("{% for tool in tools %}[TOOL_CALLS]{% endfor %}") is None  # its calls are said as they stand
 

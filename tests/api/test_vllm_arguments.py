@@ -64,8 +64,8 @@ def test_other_arguments_are_answered_with_our_name(tiny, arguments, words):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("embed", "'embed': models generate text"),
-        ("sleep", r"release\(\) gives the memory back"),
+        ("embed", "'embed': models only generate text"),
+        ("sleep", r"release\(\) frees the memory"),
         ("beam_search", r"SamplingParams\(n="),
         ("genrate", "has no attribute 'genrate'$"),
     ],
@@ -82,7 +82,7 @@ def test_missing_methods_name_their_replacement(text_llm, name, words):
         ({"guided_json": {}}, r'write structured_outputs=\{"json": …\}'),
         ({"max_new_tokens": 5}, "write max_tokens$"),
         ({"best_of": 2}, "best_of is not supported: .* write n;"),
-        ({"do_sample": False}, "write temperature, of which 0"),
+        ({"do_sample": False}, "write temperature=0"),
     ],
 )
 def test_names_of_other_programs_are_answered_with_ours(asked, words):
