@@ -1,5 +1,6 @@
-"""The cascade: small models answer what they are sure of, large ones the rest (HybridServe, Edinburgh, Sec. IV to VI).
+"""Cascades of models: small models answer if they are confident, large ones the rest (HybridServe, Sec. IV to VI).
 
-A request goes through models in order of size. One whose confidence reaches its threshold answers; otherwise the
-request goes on, to the next model or straight to a larger one. Models are black boxes: the cascade reads their outputs.
+The paper is the one from Edinburgh. A request goes through models in order of size. The first model whose confidence
+reaches its threshold answers; the others pass the request on, to the next model or straight to a larger one. Models are
+black boxes: the cascade only reads their outputs.
 """

@@ -1,4 +1,4 @@
-"""Files of logits, labels and requests, read strictly: an error names the file and the field."""
+"""Reads and checks files of logits, labels and requests. An error names the file and the field."""
 
 import json
 from pathlib import Path
@@ -9,11 +9,12 @@ from flexhybrid.cascade.models import ModelOutputs
 from flexhybrid.cascade.thresholds.confidence import OUTSIDE, Scored, top_k_logits
 from flexhybrid.core.errors import InputError, file_errors
 
-NO_LABEL = -1  #: instead of a token: the answer is shorter
+NO_LABEL = -1  #: label of slots after an answer's end
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of an .npz, or the columns of a .parquet with lists as further axes."""
+    """Return the arrays of an .npz, or the columns of a .parquet, in which lists become axes.
+    Raise InputError if the file cannot be read."""
     try:
         if not path.stat().st_size:
             raise InputError(f"{path} is an empty file")
@@ -29,27 +30,29 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except Exception as error:  # zipfile, numpy and pyarrow have an own error each
+    except Exception as error:  # zipfile, numpy and pyarrow each have their own errors
         raise InputError(f"cannot read {path}: {str(error).splitlines()[0] if str(error) else error!r}") from None
     raise InputError(f"{path}: a file of arrays ends in .npz or .parquet")
 
 
 def _column(path: Path, name: str, cells) -> np.ndarray:
+    """Return a column as an array. Raise InputError if its lists differ in length."""
     rows = [np.stack(list(cell)) if isinstance(cell, np.ndarray) and cell.dtype == object else cell for cell in cells]
     try:
         return np.array(rows)
     except ValueError:
-        raise InputError(f"{path}: the rows of column {name!r} are not of one length") from None
+        raise InputError(f"{path}: the rows of column {name!r} differ in length") from None
 
 
 def _field(path: Path, arrays: dict[str, np.ndarray], name: str, content: str) -> np.ndarray:
+    """Return an array by name. Raise InputError if the file has no such array."""
     if name not in arrays:
         raise InputError(f"{path} has no {content}: it needs {name!r} and has {', '.join(arrays) or 'nothing'}")
     return arrays[name]
 
 
 def read_labels(path: Path) -> np.ndarray:
-    """Read whole numbers [N, S] from the field "labels" ([N] is one slot)."""
+    """Return the labels [N, S] of a file from its field "labels"; [N] counts as one slot. Raise InputError if wrong."""
     labels = _field(path, read_arrays(path), "labels", "labels")
     if not np.issubdtype(labels.dtype, np.integer) or labels.ndim not in (1, 2) or not len(labels):
         raise InputError(f"{path}: labels must be whole numbers [requests] or [requests, slots], not {labels.dtype}")
@@ -57,7 +60,8 @@ def read_labels(path: Path) -> np.ndarray:
 
 
 def read_logits(path: Path) -> ModelOutputs:
-    """Read logits [N, C] or [N, S, C] from the field "logits", and their classes [N, S, C] from "classes", if any."""
+    """Return logits [N, S, C] from a file's field "logits" ([N, C] counts as one slot), and optional "classes".
+    Raise InputError if they are wrong."""
     arrays = read_arrays(path)
     logits = _field(path, arrays, "logits", "logits")
     if not np.issubdtype(logits.dtype, np.number) or logits.ndim not in (2, 3) or not logits.size:
@@ -71,11 +75,12 @@ def read_logits(path: Path) -> ModelOutputs:
 
 
 def read_requests(path: Path, task: str) -> tuple[list | np.ndarray, list | np.ndarray | None]:
-    """Read (requests, labels or None).
+    """Return the requests of a file, and their labels or None. Raise InputError if the file is wrong.
 
-    Generation: lines {"prompt": …, "answer": …} (.jsonl) or a prompt a line (.txt). Else arrays x [N, …] and labels, or
-    for encoders lines {"text": …, "label": …} (.jsonl), a pair of texts where a request has two, and two labels of an
-    extraction: the tokens where its answer begins and ends.
+    - Generation: .jsonl with lines {"prompt": …, "answer": …}, or .txt with one prompt per line.
+    - Encoders: .jsonl with lines {"text": …, "label": …}. A text may be a pair; an extraction has two labels, the
+      tokens at which the answer begins and ends.
+    - Other models: arrays x [N, …] and labels.
     """
     if task == "generation":
         return _read_lines(path, task, "answer")
@@ -95,15 +100,16 @@ def read_requests(path: Path, task: str) -> tuple[list | np.ndarray, list | np.n
 
 
 def _whole_numbers(path: Path, labels: list) -> np.ndarray:
-    """Return labels, or lists of them, as an array [N, S]."""
+    """Return labels, or lists of labels, as an array [N, S]. Raise InputError if they differ in length."""
     rows = [label if isinstance(label, list) else [label] for label in labels]
     if len({*map(len, rows)}) > 1 or not rows[0] or {type(number) for row in rows for number in row} != {int}:
-        raise InputError(f'{path}: every "label" must be a whole number, or every one a list of as many')
+        raise InputError(f'{path}: each "label" must be a whole number, or a list of them, all of equal length')
     return np.array(rows, dtype=np.int64)
 
 
 def _read_lines(path: Path, task: str, label: str) -> tuple[list, list | None]:
-    """Read lines of JSON with a request each and, all or none of them, a field ``label``; .txt has a request a line."""
+    """Return the requests of lines of JSON, and their field ``label``; None if no line has one. .txt has no labels.
+    Raise InputError for a wrong line, and if only some lines have labels."""
     with file_errors(f"read {path}"):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
@@ -130,8 +136,8 @@ def _read_lines(path: Path, task: str, label: str) -> tuple[list, list | None]:
 def request_of(record: object, task: str, x_dtype: str | None = None) -> str | list[int] | np.ndarray:
     """Return the request of a JSON object: its "prompt" for generation, else its "text", or its "x" as an array.
 
-    The array has the type ``x_dtype``; without one whole numbers stay whole (int64) and others become float32. Raises
-    InputError for another object, and for numbers that the type cannot hold.
+    ``x_dtype``: type of the array; None: int64 for whole numbers, else float32. Raise InputError for another object,
+    and for numbers that the type cannot represent.
     """
     if task == "generation":
         prompt = record.get("prompt") if isinstance(record, dict) else None
@@ -151,13 +157,13 @@ def request_of(record: object, task: str, x_dtype: str | None = None) -> str | l
         is_held = np.isfinite(x) == np.isfinite(numbers) if x.dtype.kind == "f" else x == numbers
         if kind in "biuf" and x.size and is_held.all():
             return x
-    except (ValueError, KeyError, TypeError, OverflowError):  # no "x", no numbers, or lists of several lengths
+    except (ValueError, KeyError, TypeError, OverflowError):  # no "x", no numbers, or lists of different lengths
         pass
     raise InputError(f'it needs an "x" of numbers{f" of the type {x_dtype}" if x_dtype else ""}')
 
 
 def check_labels(labels: np.ndarray, where: str, task: str) -> None:
-    """Raise InputError for labels of one class."""
+    """Raise InputError if all labels are of one class."""
     classes = np.unique(labels[labels != NO_LABEL])
     if len(classes) < 2:
         only = ", ".join(map(str, classes)) or "none"
@@ -166,7 +172,8 @@ def check_labels(labels: np.ndarray, where: str, task: str) -> None:
 
 
 def scored(name: str, prediction: ModelOutputs, labels: np.ndarray, task: str, top_k: int | None) -> Scored:
-    """Match a model's logits with labels [N, S]. InputError for logits that are no numbers, or that do not match."""
+    """Return a model's logits together with labels [N, S].
+    Raise InputError if logits are not finite or do not match the labels. For generation, keep the ``top_k`` logits."""
     logits, (num, slots, num_classes) = prediction.logits, prediction.logits.shape
     if labels.shape != (num, slots):
         raise InputError(
@@ -183,7 +190,7 @@ def scored(name: str, prediction: ModelOutputs, labels: np.ndarray, task: str, t
             raise InputError(f"label of request {wrong} is {labels[wrong].tolist()}; {name} has {num_classes} classes")
         if (outside := np.isneginf(np.take_along_axis(logits, labels[..., None], axis=-1)).any(axis=(1, 2))).any():
             wrong = int(np.flatnonzero(outside)[0])
-            raise InputError(f"label of request {wrong} is {labels[wrong].tolist()}, which {name} holds impossible")
+            raise InputError(f"label of request {wrong} is {labels[wrong].tolist()}, which {name} excludes (-inf)")
         return Scored(logits, labels, counted, prediction.counted)
     order = np.argsort(-logits, axis=-1, kind="stable")[..., : top_k or num_classes]
     classes = prediction.classes

@@ -1,4 +1,4 @@
-"""Where a cascade's models come from: names with paths, devices and policies in, models out."""
+"""Loads the models of a cascade by name, path, device and policy."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from flexhybrid.core.errors import InputError, unknown
 
 
 def named_path(text: str) -> tuple[str, str]:
-    """Split "NAME=PATH"; raises InputError for other texts."""
+    """Return name and path of "NAME=PATH". Raise InputError for other texts."""
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise InputError(f"{text!r} is not NAME=PATH")
@@ -16,9 +16,10 @@ def named_path(text: str) -> tuple[str, str]:
 
 
 def named_policies(texts: Sequence[str], names: Sequence[str], task: str) -> dict[str, dict[str, str]]:
-    """Return texts "NAME=POLICY" as options of ``load_model``, by model. InputError for another name or task."""
+    """Return model name -> options of ``load_model``, from texts "NAME=POLICY".
+    Raise InputError for another name, or if the task is not generation."""
     if texts and task != "generation":
-        raise InputError(f"policies are of language models: the task is {task}")
+        raise InputError(f"policies are for language models only: the task is {task}")
     policies = dict(map(named_path, texts))
     if strange := [name for name in policies if name not in names]:
         raise unknown("model in --policies", strange[0], names)
@@ -26,19 +27,19 @@ def named_policies(texts: Sequence[str], names: Sequence[str], task: str) -> dic
 
 
 def check_source(name: str, source: str, task: str) -> None:
-    """Raise InputError where a model's file or folder is missing, before anything is loaded."""
+    """Raise InputError if a model's file or folder is missing."""
     if task == "generation" and ":" not in source and not Path(source).is_dir():
-        raise InputError(f"model {name}: {source} is no folder of a checkpoint, nor module:function")
+        raise InputError(f"model {name}: {source} is neither a checkpoint folder nor module:function")
     if task != "generation" and source.endswith(".pt2") and not Path(source).is_file():
         raise InputError(f"cannot read {source} of model {name}: there is no such file")
 
 
 def own_model(name: str, source: str) -> Model:
-    """Return what "package.module:function" returns as the model ``name``. InputError where it is none."""
+    """Return the model that "package.module:function" returns, with this name. Raise InputError if it returns none."""
     try:
         model = called(source)
-    except Exception as error:  # whatever the function raises
-        raise InputError(f"model {name}: {source} gave no model: {type(error).__name__}: {first_line(error)}") from None
+    except Exception as error:  # the function may raise anything
+        raise InputError(f"model {name}: {source} failed: {type(error).__name__}: {first_line(error)}") from None
     if not all(callable(getattr(model, method, None)) for method in ("predict", "close")):
         raise InputError(f"model {name}: {source} returned {type(model).__name__}, which lacks predict or close")
     model.name = name
@@ -54,11 +55,12 @@ def load_model(
     device: str = "auto",
     **llm_options,
 ) -> Model:
-    """Load a local model on ``device``: "cpu", "cuda", or "auto": a GPU if torch finds one.
+    """Load a local model on ``device``: "cpu", "cuda", or "auto" (a GPU if torch finds one).
 
-    Generation: a checkpoint folder, with the options of ``flexhybrid.LLM``, or "package.module:function" that returns a
-    ``Model``. Else a torch module: a checkpoint folder of an encoder of transformers, a file of torch.export (.pt2), or
-    "package.module:function" that returns a module. InputError where it cannot be had.
+    ``source`` for generation: a checkpoint folder, or "package.module:function" that returns a ``Model``.
+    ``llm_options`` are arguments of ``flexhybrid.LLM``. For other tasks: a checkpoint folder of an encoder of
+    transformers, a file of torch.export (.pt2), or "package.module:function" that returns a torch module. Raise
+    InputError if the model cannot be loaded.
     """
     from flexhybrid.cascade.torch_models import Encoder, TorchModel
     from flexhybrid.resolve import pick_device
@@ -67,7 +69,7 @@ def load_model(
     if task == "generation":
         if not Path(source).is_dir():
             if llm_options:
-                raise InputError(f"model {name}: {', '.join(llm_options)} is for checkpoints, and {source} is none")
+                raise InputError(f"model {name}: {', '.join(llm_options)} needs a checkpoint, which {source} is not")
             return own_model(name, source)
         return Generator(name, source, max_tokens, top_k, device=device, **llm_options)
     place = pick_device(device).device

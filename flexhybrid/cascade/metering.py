@@ -1,7 +1,7 @@
-"""Joules that this machine takes: NVIDIA GPUs by NVML, processors and their memory by RAPL (Linux's powercap tree).
+"""Measures the energy of this machine: NVIDIA GPUs by NVML, processors and memory by RAPL (Linux's powercap files).
 
-Both count all that runs on the machine, idle time included, as HybridServe does (VI-C). Where nothing can be read the
-meter says why, and no number.
+Both count everything on the machine, with idle time, as HybridServe does (VI-C). If they cannot be read, a meter gives
+the reason instead of a number.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-INTERVAL_S = 10.0  #: between two readings: a counter of RAPL begins again after minutes
-MEASURED_S = 1.0  #: for which something is repeated to measure it: counters move in steps of 1 to 100 ms
+INTERVAL_S = 10.0  #: seconds between two readings, as a counter of RAPL wraps around after minutes
+MEASURED_S = 1.0  #: seconds for which a measured task is repeated, as counters change every 1 to 100 ms
 POWERCAP = Path("/sys/class/powercap")
 
 
 class Counter:
-    """Joules that hardware counts; past ``range_j`` (None: never) it begins again at 0."""
+    """A hardware counter of joules, which wraps around at ``range_j`` (None: never)."""
 
     def __init__(self, read_j: Callable[[], float], range_j: float | None = None):
         self.read_j, self.range_j = read_j, range_j
         self.last, self.joules = read_j(), 0.0
 
     def update(self) -> None:
+        """Read the counter. Raise ValueError if it went back."""
         value = self.read_j()
         if value < self.last and self.range_j is None:
-            raise ValueError(f"a counter of energy went back from {self.last:g} J to {value:g} J")
+            raise ValueError(f"an energy counter went back from {self.last:g} J to {value:g} J")
         self.joules += value - self.last + (self.range_j or 0.0 if value < self.last else 0.0)
         self.last = value
 
 
 class Meter:
-    """``with Meter(device) as meter: …`` counts joules from here on.
+    """Counts joules from its start: ``with Meter(device) as meter: …``.
 
-    On "cuda" it reads the GPUs that this process may see, and the processors too where they can be read; on "cpu" the
-    processors alone. ``joules`` is None where the device itself cannot be read; ``source`` begins with "measured:" or
-    "not measured:" and says by what, or why not. A thread reads every ``interval_s``, so that no counter begins again
-    unseen.
+    On "cuda" it reads the GPUs visible to this process, and the processors if possible; on "cpu" only the processors.
+    ``joules`` is None if the device cannot be read. ``source`` begins with "measured:" or "not measured:", and has the
+    counters or the reason. A thread reads every ``interval_s``, so that a counter wraps around at most once in between.
     """
 
     def __init__(self, device: str = "cpu", powercap: Path | None = None, interval_s: float = INTERVAL_S):
@@ -61,7 +61,7 @@ class Meter:
 
     @property
     def joules(self) -> float | None:
-        """Return the joules since the meter was opened; None where they are not measured."""
+        """The joules since the start; None if not measured."""
         self._update()
         return sum(counter.joules for counter in self._counters) if self.is_measured else None
 
@@ -82,7 +82,7 @@ class Meter:
             try:
                 for counter in self._counters if not self._failure else ():
                     counter.update()
-            except Exception as error:  # a driver that is gone; pynvml has its own kinds
+            except Exception as error:  # for example after the driver ended; pynvml has its own types
                 self._failure = f"reading failed after a while: {error}"
 
     def _read_on(self, interval_s: float) -> None:
@@ -91,10 +91,10 @@ class Meter:
 
 
 def rapl_counters(powercap: Path) -> tuple[list[Counter], str]:
-    """Return counters of the processors' packages and their memory, and their names or why there are none.
+    """Return counters of the processors' packages and memory, and a text with their names, or with an error.
 
-    A package holds its cores and its graphics; memory ("dram") counts beside it. "psys" and the copies of a package
-    under intel-rapl-mmio would count the same joules again. AMD's processors use the same names.
+    A package includes cores and graphics, but not memory ("dram"). "psys", and the copies of packages under
+    intel-rapl-mmio, would count the same joules twice. AMD's processors use the same names.
     """
     counters, names = [], []
     try:
@@ -105,7 +105,7 @@ def rapl_counters(powercap: Path) -> tuple[list[Counter], str]:
                 counters.append(Counter(lambda energy=energy: _joules_in(energy), range_j))
                 names.append(name)
     except PermissionError as error:
-        return [], f"RAPL: {error.filename} may be read by root alone (chmod a+r it)"
+        return [], f"RAPL: only root may read {error.filename} (chmod a+r it)"
     except (OSError, ValueError) as error:
         return [], f"RAPL: {error}"
     if not counters:
@@ -114,22 +114,24 @@ def rapl_counters(powercap: Path) -> tuple[list[Counter], str]:
 
 
 def _joules_in(file: Path) -> float:
+    """Return the joules of a file with microjoules."""
     return int(file.read_text()) * 1e-6
 
 
 def nvml_counters() -> tuple[list[Counter], str]:
-    """Return the counter of each GPU that CUDA_VISIBLE_DEVICES names, by number or UUID (all where it is not set), and
-    what they are or why there are none: boards before Volta do not count their energy."""
+    """Return a counter of each visible GPU, and a text with their number, or with an error.
+    Visible are the numbers or UUIDs in CUDA_VISIBLE_DEVICES, or all GPUs if it is not set. GPUs before Volta have no
+    counters."""
     try:
         nvml = importlib.import_module("pynvml")  # an extra: nvidia-ml-py
         nvml.nvmlInit()
-    except Exception as error:  # pynvml's own kind, which is not known where the import fails
+    except Exception as error:  # pynvml's own error type is unknown if the import fails
         return [], f"NVML: {error} (pip install nvidia-ml-py)"
     try:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is None:
             visible = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
-        names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))  # as CUDA
+        names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))  # as CUDA does
         counters = []
         for name in filter(None, names):
             by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
@@ -140,17 +142,14 @@ def nvml_counters() -> tuple[list[Counter], str]:
     return counters, f"NVML, {len(counters)} GPU{'s' * (len(counters) > 1)}" if counters else "NVML: no GPU"
 
 
-# ---- what is reported
-
-
 @dataclass(frozen=True)
 class Energy:
-    """Joules of some requests, and tokens of their answers (None: they are no language)."""
+    """The energy of some requests."""
 
     joules: float | None
     source: str  #: begins with "measured:", "stated:" or "not measured:"
     num_requests: int
-    num_tokens: int | None = None
+    num_tokens: int | None = None  #: tokens of the answers; None: not generated
 
     def record(self) -> dict:
         """Return plain JSON values."""
@@ -165,9 +164,9 @@ class Energy:
 
 
 def describe_energy(record: dict) -> str:
-    """Return the fields of ``Energy.record`` as one line."""
+    """Return a record of ``Energy`` as one line."""
     tokens = f"{record['tokens']} tokens, " if record["tokens"] is not None else ""
     if record["joules"] is None:
         return f"{tokens}energy {record['energy_source']}"
-    per_token = f", {record['joules_per_token']:.4g} J a token" if record["joules_per_token"] is not None else ""
-    return f"{tokens}energy {record['joules_per_request']:.4g} J a request{per_token} ({record['energy_source']})"
+    per_token = f", {record['joules_per_token']:.4g} J per token" if record["joules_per_token"] is not None else ""
+    return f"{tokens}energy {record['joules_per_request']:.4g} J per request{per_token} ({record['energy_source']})"

@@ -1,8 +1,7 @@
-"""Models as black boxes: a batch of requests in, outputs and logits out. The cascade knows and changes nothing else.
+"""Models of a cascade as black boxes, which return outputs and logits for a batch of requests.
 
-Three kinds run here: any torch module, an encoder of transformers (``torch_models``), and a language model of this
-project with its weights and caches where its policy puts them. An object with ``name``, ``predict`` and ``close`` is a
-model too.
+There are three kinds: any torch module, an encoder of transformers (``torch_models``), and a language model of this
+project under a policy. Any other object with ``name``, ``predict`` and ``close`` can be a model too.
 """
 
 import importlib
@@ -12,24 +11,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-TOP_K = 10  #: likeliest tokens kept of each generated one; the paper gives no number
+TOP_K = 10  #: number of likeliest tokens kept for each generated one; the paper gives no number
 
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """A model's answers to N requests, and the logits it chose by, slot by slot."""
+    """A model's answers to N requests, with the C logits of each of S slots (``thresholds.confidence``)."""
 
-    outputs: list  #: [N] as they go to the user
+    outputs: list  #: [N] as returned to the user
     logits: np.ndarray  #: [N, S, C] float
-    counted: np.ndarray  #: [N, S] bool: slots that the answer has
-    classes: np.ndarray | None = None  #: [N, S, C] the class of each of the C logits (token ids); None: its index
+    counted: np.ndarray  #: [N, S] bool: whether the answer has this slot
+    classes: np.ndarray | None = None  #: [N, S, C] class (token id) of each logit; None: its index
 
 
 class Model(Protocol):
-    """A model of a cascade. ``predict`` may raise any exception: the requests then go on to a larger model.
+    """A model of a cascade. ``predict`` may raise any exception; the requests then go on to a larger model.
 
-    A model may also have ``device``, "cpu" (taken where it is missing) or "cuda", and ``memory_bytes(batch)``: the most
-    bytes of its device that it takes for a batch.
+    Optional: ``device``, "cpu" (default) or "cuda", and ``memory_bytes(batch)``, the peak bytes on the device.
     """
 
     name: str
@@ -40,10 +38,10 @@ class Model(Protocol):
 
 
 class Generator:
-    """A language model of this project: texts (or token ids) in, greedy answers of up to ``max_tokens`` tokens out.
+    """A language model of this project, with greedy answers of up to ``max_tokens`` tokens to texts or token ids.
 
-    The logits kept of each token are the ``top_k`` largest. Options are those of ``flexhybrid.LLM``: the policy and
-    budgets of an offloaded giant among them.
+    It keeps the ``top_k`` largest logits of each token. ``options``: arguments of ``flexhybrid.LLM``, like policy and
+    budgets.
     """
 
     def __init__(self, name: str, source: str, max_tokens: int = 1, top_k: int | None = TOP_K, **options):
@@ -58,7 +56,7 @@ class Generator:
         return self._predict(batch, lambda: None)
 
     def memory_bytes(self, batch: Sequence | np.ndarray) -> int:
-        """Return the bytes of the device that the engine plans, and allocates, for the largest wave of a batch."""
+        """Return the device bytes that the engine plans and allocates for the largest wave of a batch."""
         from flexhybrid.core.memory import memory_plan, total_bytes
 
         sizes: list[int] = []
@@ -71,6 +69,7 @@ class Generator:
         return max(sizes)
 
     def _predict(self, batch: Sequence | np.ndarray, on_wave: Callable[[], None]) -> ModelOutputs:
+        """Return the answers; ``on_wave`` is called before each wave runs."""
         from flexhybrid.core.workload import Workload
         from flexhybrid.runtime.engine import RunControl
         from flexhybrid.runtime.session import Session
@@ -94,7 +93,7 @@ class Generator:
         return ModelOutputs([self._text(*pair) for pair in zip(ids, tokens)], logits, counted, classes)
 
     def _text(self, prompt: list[int], tokens: list[int]):
-        """Return the answer as text, or its token ids where the checkpoint has no tokenizer."""
+        """Return the answer as text, or as token ids without a tokenizer."""
         from flexhybrid.text import answer_text
 
         if self.llm.tokenizer is None:
@@ -107,8 +106,8 @@ class Generator:
 
 
 def _keep_logits(executor, members: np.ndarray, logits: np.ndarray, classes: np.ndarray) -> None:
-    """Make the executor keep each sampled token's largest logits in ``logits`` [request, iteration, C], and their token
-    ids in ``classes``."""
+    """Make the executor keep the largest logits of each sampled token in ``logits``, and their ids in ``classes``.
+    Both are [request, iteration, C]. ``members``: requests of the wave."""
     sample = executor.verbs["sample"]
 
     def kept(executor, task) -> None:
@@ -122,7 +121,7 @@ def _keep_logits(executor, members: np.ndarray, logits: np.ndarray, classes: np.
 
 
 def called(source: str) -> Any:
-    """Return what the function "package.module:function" returns. Raises what the import or the function raises."""
+    """Return the result of the function "package.module:function". Its errors are not caught."""
     module, _, function = source.partition(":")
     return getattr(importlib.import_module(module), function)()
 

@@ -1,4 +1,4 @@
-"""Options of ``flexhybrid cascade …``: records whose fields are the commands' flags."""
+"""Options of ``flexhybrid cascade …``, as records whose fields are flags."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,50 +15,44 @@ CHOICES = {"mode": "ap eo", "method": "exact sampling", "drop": "best paper none
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What commands that run local models ask for."""
+    """Options of commands that run local models."""
 
     models: Sequence[str] = option(
-        "local models: .pt2 of torch.export, module:function, or a checkpoint folder (generation)",
-        (),
-        metavar="NAME=PATH",
+        "local models: .pt2 of torch.export, module:function, or a checkpoint folder", (), metavar="NAME=PATH"
     )
-    max_tokens: int = option("generation: tokens of an answer (1)", 1)
+    max_tokens: int = option("generation: most tokens of an answer (default: 1)", 1)
     policies: Sequence[str] = option(
-        "generation: where a model keeps weights and caches, a system by name or a policy JSON file (auto)",
-        (),
-        metavar="NAME=POLICY",
+        "generation: policy of a model, a system by name or a JSON file (default: auto)", (), metavar="NAME=POLICY"
     )
-    device: str = option(
-        "auto, cpu or cuda: where models compute; auto is the GPU, if there is one (auto)", "auto", choices=DEVICES
-    )
+    device: str = option("device of the models (default: auto, the GPU if there is one)", "auto", choices=DEVICES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(ModelOptions):
-    """The options of ``flexhybrid cascade fit``. Costs are a list a kind, in the models' order."""
+    """The options of ``flexhybrid cascade fit``."""
 
     out: Path = option("JSON file to write", names=("-o", "--out"))
     data: Path | None = option("requests and labels for --models: .npz with x and labels, or .jsonl", None)
-    task: str = option(f"({TASKS[0]})", TASKS[0], choices=TASKS)
+    task: str = option(f"(default: {TASKS[0]})", TASKS[0], choices=TASKS)
     logits: Sequence[str] = option(".npz or .parquet with logits", (), metavar="NAME=FILE")
-    labels: Path | None = option(".npz or .parquet with labels, beside --logits", None)
-    costs: dict[str, list[float] | None] | None = None
-    watts: float | None = option("a stated power: energy is this times the seconds, not measured", None)
-    top_k: int | None = option("generation: likeliest tokens that confidence is read off (10)", None)
+    labels: Path | None = option("with --logits: .npz or .parquet with labels", None)
+    costs: dict[str, list[float] | None] | None = None  #: kind of cost -> cost per request on each model
+    watts: float | None = option("power of the device: energy is then seconds times watts, not measured", None)
+    top_k: int | None = option("generation: number of likeliest tokens for the confidence (default: 10)", None)
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The options of a search. ``accuracy`` asks for a share of right answers instead of a mode."""
+    """The options of ``flexhybrid cascade search``."""
 
-    cost: str = option("what is saved (energy_j)", "energy_j", choices=tuple(COSTS))
+    cost: str = option("cost to minimise (default: energy_j)", "energy_j", choices=tuple(COSTS))
     mode: str = option(None, "ap", choices=("ap", "eo"))
-    accuracy: float | None = option("the cheapest that is so accurate (0.97), in place of --mode", None)
-    method: str = option("sampling is the paper's", "exact", choices=("exact", "sampling"))
-    drop: str = option("which models go", "best", choices=("best", "paper", "none"))
-    skips: str = option("which ones are jumped", "fitted", choices=("fitted", "paper", "none"))
-    caution: float = option("divides the doubt 1 - t that a threshold t allows: safer and dearer (1, the paper's)", 1.0)
-    seed: int = option("of sampling (0)", 0)
+    accuracy: float | None = option("in place of --mode: the cheapest with this accuracy, like 0.97", None)
+    method: str = option("how to find thresholds; sampling is the paper's", "exact", choices=("exact", "sampling"))
+    drop: str = option("how to drop models that do not pay", "best", choices=("best", "paper", "none"))
+    skips: str = option("how requests skip models", "fitted", choices=("fitted", "paper", "none"))
+    caution: float = option("divide 1 - t by this for each threshold t: safer, dearer (default: 1, the paper's)", 1.0)
+    seed: int = option("seed of sampling (default: 0)", 0)
 
     def __post_init__(self):
         for name, known in CHOICES.items():
@@ -72,29 +66,29 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(ModelOptions):
-    """The options of ``flexhybrid cascade profile``. Of requests fewer than a batch are taken again."""
+    """The options of ``flexhybrid cascade profile``."""
 
-    models: Sequence[str] = option("local models, as fit's", metavar="NAME=PATH")
-    data: Path = option("requests, as fit's; labels are not needed")
-    task: str = option(f"({TASKS[0]})", TASKS[0], choices=TASKS)
+    models: Sequence[str] = option("local models, as for fit", metavar="NAME=PATH")
+    data: Path = option("requests as for fit, without labels; they repeat if a batch needs more")
+    task: str = option(f"(default: {TASKS[0]})", TASKS[0], choices=TASKS)
     out: Path = option("JSON file of profiles to write", names=("-o", "--out"))
-    batches: Sequence[int] = option("requests of a batch (1 2 4 8 16)", (1, 2, 4, 8, 16), metavar="B")
-    repeats: int = option("of each batch size, of which the median counts (5)", 5)
+    batches: Sequence[int] = option("batch sizes (default: 1 2 4 8 16)", (1, 2, 4, 8, 16), metavar="B")
+    repeats: int = option("runs of each batch size, whose median counts (default: 5)", 5)
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a cascade is served on Ray."""
+    """The options of a cascade that is served on Ray."""
 
-    plan: Path | None = option("ray: replicas, batches and places by `flexhybrid cascade plan`", None)
-    isolate: bool = option("ray: a process for each model (one for all)", False)
-    device: str = "auto"  #: "cpu": no GPUs
-    port: int = option("ray: of the endpoint on this machine (8000)", 8000)
-    name: str = option("ray: of the application (cascade)", "cascade")
-    route: str = option("ray: path under which the endpoint has it (/)", "/")
-    timeout_s: float = option("ray: a model that takes longer is passed over (120)", 120.0)
-    queue: int = option("ray: HTTP requests under way; more get status 503 (256)", 256)
-    detach: bool = option("ray: without -i, leave it serving on a running cluster", False)
+    plan: Path | None = option("ray: replicas, batches and GPUs, a file by `flexhybrid cascade plan`", None)
+    isolate: bool = option("ray: run each model in its own process (default: one process for all)", False)
+    device: str = "auto"  #: "cpu": use no GPUs
+    port: int = option("ray: port of the HTTP endpoint on this machine (default: 8000)", 8000)
+    name: str = option("ray: name of the application (default: cascade)", "cascade")
+    route: str = option("ray: path of the HTTP endpoint (default: /)", "/")
+    timeout_s: float = option("ray: seconds after which a model counts as failed (default: 120)", 120.0)
+    queue: int = option("ray: most HTTP requests at a time; others get status 503 (default: 256)", 256)
+    detach: bool = option("ray: without -i, exit and keep serving on a running cluster", False)
 
     def __post_init__(self):
         check("--timeout-s", self.timeout_s, 0 < self.timeout_s < float("inf"), "a number of seconds above 0")
@@ -106,15 +100,15 @@ class ServeOptions:
 class CascadeRunOptions(ModelOptions):
     """The options of ``flexhybrid cascade run``."""
 
-    cascade: Path = option("the file that search wrote")
-    input: Path | None = option("requests: .npz with x, .jsonl or .txt", None, names=("-i", "--input"))
-    output: Path | None = option("answers, .jsonl", None, names=("-o", "--output"))
-    restart: bool = option("write over the answers of an earlier run", False)
-    models: Sequence[str] = option("where models are now", (), metavar="NAME=PATH")
+    cascade: Path = option("file written by search")
+    input: Path | None = option("file of requests: .npz with x, .jsonl or .txt", None, names=("-i", "--input"))
+    output: Path | None = option("file of answers, .jsonl", None, names=("-o", "--output"))
+    restart: bool = option("overwrite the answers of an earlier run", False)
+    models: Sequence[str] = option("new paths of models that were moved", (), metavar="NAME=PATH")
     engine: str = option(
-        "ray: deployments of Ray Serve with an HTTP endpoint, which without -i serves until Ctrl-C (local)",
+        "ray: use Ray Serve, with an HTTP endpoint; without -i, serve until Ctrl-C (default: local)",
         "local",
         choices=("local", "ray"),
     )
-    serving: ServeOptions = field(default_factory=ServeOptions)  #: Ray
-    on_progress: Callable[[int], object] | None = None
+    serving: ServeOptions = field(default_factory=ServeOptions)  #: options of engine ray
+    on_progress: Callable[[int], object] | None = None  #: called with the number of new answers

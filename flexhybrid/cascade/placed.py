@@ -1,4 +1,4 @@
-"""``flexhybrid cascade plan`` and ``simulate``: a cascade placed on GPUs, and requests that arrive there."""
+"""``flexhybrid cascade plan`` and ``simulate``: place a cascade on GPUs, and simulate its requests."""
 
 import json
 
@@ -15,10 +15,10 @@ from sim import catalogue
 
 
 def _placement(args) -> Plan:
-    """Return the plan of the arguments, for the most requests/s that can be placed where they name no rate."""
+    """Return the plan for the arguments, by default for the highest rate that can be placed."""
     cascade = Cascade.load(args.cascade)
     hardware = catalogue.load(args.hardware)
-    link = 1e-9 / hardware.lines["h2d"].s_per_byte  # two GPUs of a host talk over their links
+    link = 1e-9 / hardware.lines["h2d"].s_per_byte  # rate between two GPUs of a host
     memory = int(hardware.usable_memory("device") or 0)
     cluster = even_cluster(args.hosts, args.gpus, memory, max(link, args.network_gb_per_s), args.network_gb_per_s)
     served = read_profiles(args.profiles, cascade.names), flow_of(cascade), cluster
@@ -27,7 +27,7 @@ def _placement(args) -> Plan:
 
 
 def plan_command(args) -> dict:
-    """Place a cascade."""
+    """Place a cascade; return the plan as a record."""
     if args.out:
         check_new_file(args.out)
     placed = _placement(args)
@@ -39,7 +39,7 @@ def plan_command(args) -> dict:
 
 
 def simulate_command(args) -> dict:
-    """Place a cascade and let requests arrive."""
+    """Place a cascade and simulate its requests; return a record."""
     power = _power(args)
     times = arrivals.read_trace(args.trace) if args.trace else None
     placed = _placement(args)
@@ -54,7 +54,7 @@ def simulate_command(args) -> dict:
 
 
 def _power(args) -> PowerModel:
-    """Return the GPUs' power; InputError where it is not known."""
+    """Return the GPUs' power. Raise InputError if it is unknown."""
     watts = args.idle_w, args.busy_w
     if None not in watts:
         return PowerModel(*watts, f"given: {args.idle_w:g} W idle, {args.busy_w:g} W busy")

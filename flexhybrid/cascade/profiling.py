@@ -1,7 +1,7 @@
-"""``flexhybrid cascade profile``: a model's seconds, memory, utilisation and joules over batch sizes, measured here.
+"""``flexhybrid cascade profile``: measures a model's seconds, memory, utilisation and energy by batch size.
 
-Lines 1 to 4 of Algorithm 3 (HybridServe, V-C). It writes the file of profiles that ``plan`` and ``simulate`` read
-(``cluster.profiles``), through whose pairs they draw lines.
+These are lines 1 to 4 of Algorithm 3 (HybridServe, V-C). The file of profiles is read by ``plan`` and ``simulate``
+(``cluster.profiles``), which fit lines to the measurements.
 """
 
 import functools
@@ -25,14 +25,12 @@ from flexhybrid.cascade.options import ProfileOptions
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.files import check_new_file, write_by_rename
 
-REPEATS = 5  #: of each batch size, of which the median counts
-
 
 def run_profile(options: ProfileOptions, say: Callable[[str], None] = print) -> dict:
     """Measure the models one after another and write their profiles; return a record of them.
 
-    A batch that fails, for lack of memory say, ends a model's profile at the batch before, and ``say`` is told why.
-    Raises InputError where the smallest batch fails.
+    If a batch fails, for example for lack of memory, the model's profile ends with the batch before, and ``say`` prints
+    the reason. Raise InputError if the smallest batch fails.
     """
     for batch in options.batches:
         check("--batches", batch, is_integer(batch) and batch >= 1, "a list of whole numbers >= 1")
@@ -57,7 +55,7 @@ def run_profile(options: ProfileOptions, say: Callable[[str], None] = print) -> 
 def profile_model(
     model: Model, requests: Sequence | np.ndarray, options: ProfileOptions, say: Callable[[str], None]
 ) -> dict:
-    """Return a model's fields of the file of profiles."""
+    """Return the fields of a model in the file of profiles."""
     pairs: dict[str, list] = {"seconds": [], "memory_bytes": [], "utilisation": [], "energy_j": []}
     device, source = getattr(model, "device", "cpu"), ""
     for size in sorted(set(options.batches)):
@@ -65,25 +63,25 @@ def profile_model(
         batch = requests[members] if isinstance(requests, np.ndarray) else [requests[i] for i in members]
         try:
             found, source = _measured(model, batch, options.repeats, device)
-        except Exception as error:  # a black box may raise any
+        except Exception as error:  # a model may raise anything
             reason = f"model {model.name} failed at a batch of {size}: {type(error).__name__}: {first_line(error)}"
             if not pairs["seconds"]:
                 raise InputError(reason) from error
-            say(f"{reason}; its profile ends before")
+            say(f"{reason}; its profile ends with the batch before")
             break
         for key, value in found.items():
             if value is not None:
                 pairs[key].append([size, value])
     sent = max(map(request_bytes, requests))
     fields = {key: values for key, values in pairs.items() if values}
-    most = pairs["seconds"][-1][0] if len(pairs["seconds"]) > 1 else 1  # a line over batches needs two sizes
+    most = pairs["seconds"][-1][0] if len(pairs["seconds"]) > 1 else 1  # a line needs two batch sizes
     measured = {"device": device, "repeats": options.repeats, "energy": source}
     return {**fields, "output_bytes": sent, "max_batch": most, "measured": measured}
 
 
 def _measured(model: Model, batch: Sequence | np.ndarray, repeats: int, device: str) -> tuple[dict, str]:
-    """Return (seconds, bytes, utilisation and joules of a batch; None where one is not known, the joules' source)."""
-    model.predict(batch)  # what a first call loads and compiles
+    """Return seconds, bytes, utilisation and joules of a batch (None: unknown), and the source of the joules."""
+    model.predict(batch)  # a first call may load and compile
     memory = getattr(model, "memory_bytes", None)
     seconds: list[float] = []
     with Meter(device) as meter:
@@ -109,12 +107,12 @@ def _measured(model: Model, batch: Sequence | np.ndarray, repeats: int, device: 
 
 
 def num_cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def kernel_seconds(run: Callable[[], object]) -> float:
-    """Return for how many seconds a GPU executes kernels of ``run``: the paper's kernel utilisation, times its span."""
+    """Return the seconds in which a GPU executes kernels of ``run`` (the paper's kernel utilisation times the span)."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -130,7 +128,7 @@ def kernel_seconds(run: Callable[[], object]) -> float:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length that spans (begin, end) cover together."""
+    """Return the total length covered by spans (begin, end), which may overlap."""
     total, until = 0.0, -np.inf
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))
@@ -139,7 +137,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def request_bytes(request: object) -> int:
-    """Return the bytes of a request that goes on to the next model: of its array, text or token ids."""
+    """Return the bytes of a request, an array, text or token ids, as sent to the next model."""
     if isinstance(request, np.ndarray | np.generic):
         return request.nbytes
     if isinstance(request, str):
@@ -151,7 +149,8 @@ def request_bytes(request: object) -> int:
 
 def describe_profile(result: dict) -> str:
     """Return the record of a profile as text."""
-    lines = [f"{'model':16s} {'batch':>6s} {'seconds':>10s} {'line':>7s} {'MB':>9s} {'used':>6s} {'J a request':>12s}"]
+    columns = f"{'seconds':>10s} {'line':>7s} {'MB':>9s} {'used':>6s} {'J/request':>12s}"
+    lines = [f"{'model':16s} {'batch':>6s} {columns}"]
     for name, model in result["models"].items():
         line = fit_batch_line(model["seconds"])
         columns = {key: dict(model.get(key, ())) for key in ("memory_bytes", "utilisation", "energy_j")}
@@ -164,12 +163,12 @@ def describe_profile(result: dict) -> str:
             ]
             lines.append(" ".join(cells))
     sources = sorted({model["measured"]["energy"] for model in result["models"].values()})
-    lines.append(f"\nline: the batch line that plan draws, over what was measured; energy {'; '.join(sources)}")
+    lines.append(f"\nline: error of the line that plan fits to the seconds; energy {'; '.join(sources)}")
     return "\n".join([*lines, result["path"]])
 
 
 def command(args) -> dict:
-    """Do what the arguments of the command line ask for."""
+    """Run the command ``profile``."""
     result = run_profile(options_from(ProfileOptions, args), say=functools.partial(print, file=sys.stderr))
     args.show(describe_profile(result))
     return result

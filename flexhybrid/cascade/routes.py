@@ -1,9 +1,9 @@
-"""A cascade as data: its models with their costs, the thresholds and skips that route requests, and expected shares.
+"""A cascade as data: models with costs, thresholds and skips that route requests, and expected shares.
 
-``flexhybrid cascade search`` writes it as one JSON file; the commands that plan, simulate or serve a cascade read it.
+``flexhybrid cascade search`` writes it as a JSON file, which the commands plan, simulate and run read.
 
-A request starts at model 0. Model i answers where its confidence c >= thresholds[i]; the last one always answers. Below
-the threshold the request goes on: to the target of the first skip with c < below, else to model i + 1.
+A request starts at model 0. Model i answers if its confidence c >= thresholds[i]; the last model always answers.
+Otherwise the request goes on, to the target of the first skip with c < below, else to model i + 1.
 
     confidence of model i   0 ──── below ──── below ──────── threshold ──── 1
     goes on to                  n−1       i+2        i+1               answers
@@ -25,22 +25,22 @@ from flexhybrid.core.files import write_by_rename
 
 VERSION = 1
 TASKS = ("classification", "generation", "extraction")
-#: What a request costs on a model, and the unit of each. Money is in whatever currency the user thinks in.
+#: Kind of cost of a request on a model -> its unit. Money is in the user's currency.
 COSTS = {"energy_j": "J", "seconds": "s", "money": "money"}
-ANSWERED = -1  #: instead of a next model: the request stays
+ANSWERED = -1  #: in place of a next model: the request is answered
 
 
 @dataclass(frozen=True)
 class CascadeModel:
-    """A model of a cascade. An unknown cost is None; ``source`` is the path or function of a local model."""
+    """A model of a cascade, with its costs per request; None: unknown."""
 
     name: str
-    temperature: float = 1.0  #: divides its logits before confidence is read off them
-    energy_j: float | None = None  #: a request, on this model alone
+    temperature: float = 1.0  #: divides the logits before the confidence is computed
+    energy_j: float | None = None
     seconds: float | None = None
     money: float | None = None
-    source: str | None = None
-    energy_source: str | None = None  #: where energy_j is from: "measured: …" or "stated: …"
+    source: str | None = None  #: path or function of a local model
+    energy_source: str | None = None  #: origin of energy_j: "measured: …" or "stated: …"
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
@@ -56,7 +56,7 @@ class CascadeModel:
 
 @dataclass(frozen=True)
 class Skip:
-    """Requests whose confidence is below ``below`` go straight to model ``to``."""
+    """A rule that requests with a confidence below ``below`` go straight to model ``to``."""
 
     below: float
     to: int
@@ -64,27 +64,27 @@ class Skip:
 
 @dataclass(frozen=True)
 class Expected:
-    """A cascade's results on the data it was searched on, or expected ones: one share a model, of all requests."""
+    """Expected results of a cascade: those on the data of its search. Shares are of all requests."""
 
-    answered: tuple[float, ...]  #: answered by each model; sums to 1
-    visited: tuple[float, ...]  #: computed by each model; the paper's rho
+    answered: tuple[float, ...]  #: share that each model answers; sums to 1
+    visited: tuple[float, ...]  #: share that each model computes; the paper's rho
     accuracy: float  #: 0 .. 1
-    num_requests: int | None = None  #: that were counted
+    num_requests: int | None = None  #: number of requests in the data
 
 
 @dataclass(frozen=True)
 class Cascade:
-    """Models from small to large, and the routes between them. A wrong value raises InputError with its field."""
+    """Models from small to large, and the routes between them. Raise InputError that names the field for wrong ones."""
 
     models: tuple[CascadeModel, ...]
-    thresholds: tuple[float, ...]  #: of every model but the last
-    skips: tuple[tuple[Skip, ...], ...] = ()  #: of every model but the last, each with growing ``below``
+    thresholds: tuple[float, ...]  #: of each model except the last
+    skips: tuple[tuple[Skip, ...], ...] = ()  #: of each model except the last, sorted by ``below``
     task: str = "classification"
-    cost: str = "energy_j"  #: the one of COSTS that the thresholds were chosen for
-    top_k: int | None = None  #: generation: confidence is read off so many largest logits (None: all)
-    x_dtype: str | None = None  #: numpy's name of the type of the arrays that the models were fitted on; None: unknown
+    cost: str = "energy_j"  #: kind of cost for which the thresholds were chosen
+    top_k: int | None = None  #: generation: number of largest logits for the confidence; None: all
+    x_dtype: str | None = None  #: numpy's name of the type of the requests' arrays; None: unknown
     expected: Expected | None = None
-    note: str = ""  #: how the thresholds were chosen, in words
+    note: str = ""  #: description of how the thresholds were chosen
 
     def __post_init__(self):
         if not self.models:
@@ -164,11 +164,11 @@ class Cascade:
             visited[i, here] = True
             if i < len(self.models) - 1:
                 to = self.next_model(i, confidence[i, here])
-                at[here] = np.where(to == ANSWERED, i, to)  # an answered request stays at model i
+                at[here] = np.where(to == ANSWERED, i, to)
         return at, visited
 
     def to_dict(self) -> dict:
-        """Return the content of the JSON file, in which skips name their targets."""
+        """Return the content of the JSON file, in which skips have the names of their targets."""
         record = asdict(self)
         names = self.names
         record["skips"] = [[{"below": skip.below, "to": names[skip.to]} for skip in skips] for skips in self.skips]
@@ -176,14 +176,14 @@ class Cascade:
 
     @classmethod
     def from_dict(cls, record: object, where: str = "the cascade") -> Cascade:
-        """Read a JSON file's content; a missing, unknown or wrong field raises InputError with its name."""
+        """Return the cascade of a JSON file's content. Raise InputError for a missing, unknown or wrong field."""
         try:
             return cls(**_fields_from(record))
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON file, complete or not at all."""
+        """Write the JSON file, in one step."""
         write_by_rename(Path(path), json.dumps(self.to_dict(), indent=1))
 
     @classmethod
@@ -192,7 +192,7 @@ class Cascade:
 
 
 def costs_of(models: tuple[CascadeModel, ...], cost: str) -> np.ndarray:
-    """Return a kind of cost of a request on each model [models]; InputError for an unknown kind or an unknown cost."""
+    """Return the cost of a request on each model [models]. Raise InputError if it is unknown."""
     if cost not in COSTS:
         raise unknown("cost", cost, COSTS)
     if unpriced := [model.name for model in models if getattr(model, cost) is None]:
@@ -201,7 +201,7 @@ def costs_of(models: tuple[CascadeModel, ...], cost: str) -> np.ndarray:
 
 
 def read_json(path: str | Path) -> Any:
-    """Return a JSON file's content; InputError where it cannot be read."""
+    """Return a JSON file's content. Raise InputError if it cannot be read."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -211,6 +211,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def _is_numeric(dtype: str) -> bool:
+    """Return whether numpy knows a type of numbers by this name."""
     try:
         return np.dtype(dtype).kind in "biuf"
     except TypeError:
@@ -218,6 +219,7 @@ def _is_numeric(dtype: str) -> bool:
 
 
 def _check_number(name: str, value, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> None:
+    """Raise InputError unless ``value`` is a finite number with low <= value <= high and value > above."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InputError(f"{name} must be a finite number, not {value!r}")
     if not low <= value <= high:

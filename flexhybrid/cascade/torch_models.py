@@ -1,7 +1,7 @@
-"""Torch modules as models of a cascade: any module, and encoders of transformers (BERT, ViT) by their folder.
+"""Torch modules as models of a cascade: any module, and encoders of transformers (BERT, ViT) from their folder.
 
-A request of an encoder is a text, a pair of texts (two sentences; a question and its context), a row of token ids, or
-the pixel values of an image. Texts of a batch are padded to the longest, and padding is never an answer.
+A request to an encoder is a text, a pair of texts (two sentences, or a question and its context), a row of token ids,
+or the pixel values of an image. Texts of a batch are padded to the longest one; padding is never part of an answer.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from flexhybrid.core.errors import InputError
 
 
 class TorchModel:
-    """A torch module: rows [B, …] in, logits [B, C] out, or for extraction a pair of them: start and end."""
+    """A torch module that maps rows [B, …] to logits [B, C], or for extraction to two such tensors: start and end."""
 
     def __init__(self, name: str, source: str, task: str = "classification", place: Any = "cpu"):
         import torch
@@ -26,11 +26,11 @@ class TorchModel:
         self.module: Any = self.load(source)
 
     def load(self, source: str) -> Any:
-        """Return the module, on its device."""
+        """Return the module on its device. Raise InputError if it cannot be loaded."""
         return _torch_module(self.name, source, self.place)
 
     def logits(self, batch: Sequence | np.ndarray) -> Sequence:
-        """Return the module's logits of a batch: a tensor [B, C], or two of them."""
+        """Return the module's logits for a batch: one or two tensors [B, C]."""
         import torch
 
         result = self.module(torch.as_tensor(np.asarray(batch)).to(self.place))
@@ -50,9 +50,9 @@ class TorchModel:
         return ModelOutputs(outputs, logits, np.ones(logits.shape[:2], dtype=bool))
 
     def memory_bytes(self, batch: Sequence | np.ndarray) -> int:
-        """Return the bytes of its weights, with the most that tensors take while it computes a batch.
+        """Return the bytes of the weights and the peak bytes of other tensors during a batch.
 
-        On a GPU torch's allocator counts them, with what operators work in; on a CPU the tensors are counted.
+        On a GPU, torch's allocator counts them, with the workspace of operators; on a CPU, only tensors are counted.
         """
         import torch
 
@@ -69,11 +69,12 @@ class TorchModel:
         return torch.cuda.max_memory_allocated() - others
 
     def close(self) -> None:
-        """Let go of the module."""
+        """Release the module."""
         del self.module
 
 
 def _torch_module(name: str, source: str, place):
+    """Return the module of a .pt2 file or a function. Raise InputError if there is none."""
     import torch
 
     if source.endswith(".pt2"):
@@ -83,8 +84,8 @@ def _torch_module(name: str, source: str, place):
                 from torch.export.passes import move_to_device_pass
 
                 program = move_to_device_pass(program, place)
-            return program.module(check_guards=False)  # they would be code of the file
-        except Exception as error:  # torch raises many kinds for a damaged file
+            return program.module(check_guards=False)  # guards would be code from the file
+        except Exception as error:  # torch raises many types for a damaged file
             raise InputError(f"cannot read {source} of model {name}: {first_line(error)}") from None
     if ":" not in source:
         raise InputError(
@@ -94,22 +95,22 @@ def _torch_module(name: str, source: str, place):
     try:
         module = called(source)
     except Exception as error:
-        raise InputError(f"model {name}: {source} gave no module: {first_line(error)}") from None
+        raise InputError(f"model {name}: {source} failed: {first_line(error)}") from None
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"model {name}: {source} returned {type(module).__name__}, not a torch module")
     return module.eval().to(place)
 
 
-#: How the names of classes of transformers end that have a task's head.
+#: Task -> endings of the names of transformers' classes with a head for it.
 HEADS = {
     "classification": ("ForSequenceClassification", "ForImageClassification"),
     "extraction": ("ForQuestionAnswering",),
 }
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")  #: a folder with one of these has a tokenizer
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")  #: files that show that there is a tokenizer
 
 
 class Encoder(TorchModel):
-    """An encoder with the head that its config names, in the type of its checkpoint."""
+    """An encoder of transformers with the head in its config, in the dtype of its checkpoint."""
 
     def load(self, source: str) -> Any:
         import transformers
@@ -118,13 +119,13 @@ class Encoder(TorchModel):
         try:
             config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
             architecture = (config.architectures or ["none"])[0]
-        except Exception as error:  # transformers raises many kinds
+        except Exception as error:  # transformers raises many types
             raise InputError(
                 f"model {self.name}: {source} has no config of transformers: {first_line(error)}"
             ) from None
         if not architecture.endswith(HEADS[self.task]):
             raise InputError(
-                f"model {self.name}: {source} holds {architecture}; {self.task} needs a class that ends with "
+                f"model {self.name}: {source} has the class {architecture}; {self.task} needs one that ends with "
                 f"{' or '.join(HEADS[self.task])}"
             )
         try:
@@ -134,7 +135,7 @@ class Encoder(TorchModel):
                 self.tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
         except Exception as error:
             raise InputError(
-                f"cannot load {architecture} in {source} of model {self.name}: {first_line(error)}"
+                f"model {self.name}: cannot load {architecture} in {source}: {first_line(error)}"
             ) from None
         return module.eval().to(self.place)
 
@@ -149,7 +150,7 @@ class Encoder(TorchModel):
         return [part.masked_fill(outside, -torch.inf) for part in (result.start_logits, result.end_logits)]
 
     def _inputs(self, batch: Sequence | np.ndarray) -> dict:
-        """Return the module's arguments. ValueError for requests that the model does not take."""
+        """Return the module's arguments. Raise ValueError for requests that the model does not support."""
         import torch
 
         if not isinstance(batch, np.ndarray) and any(isinstance(one, (str, list)) for one in batch):
@@ -157,7 +158,7 @@ class Encoder(TorchModel):
         x = torch.as_tensor(np.asarray(batch))
         if self.module.main_input_name == "pixel_values":
             if not x.is_floating_point():
-                raise ValueError(f"{self.name} takes pixel values as its image processor makes them, not {x.dtype}")
+                raise ValueError(f"{self.name} takes pixel values from its image processor, not {x.dtype}")
             return {"pixel_values": x.to(self.module.dtype)}
         if x.is_floating_point() or x.ndim != 2:
             raise ValueError(f"{self.name} takes texts or rows of token ids, not {x.dtype} of shape {list(x.shape)}")
@@ -166,8 +167,9 @@ class Encoder(TorchModel):
         return {"input_ids": x.long(), "attention_mask": kept.long()}
 
     def _tokens(self, batch: Sequence) -> dict:
+        """Return the encoded texts, or pairs of texts. Raise ValueError if they do not suit the model."""
         if self.tokenizer is None:
-            raise ValueError(f"{self.name} has no tokenizer, and takes no texts")
+            raise ValueError(f"{self.name} has no tokenizer, so it takes no texts")
         pairs = [tuple(one) if isinstance(one, list) else (one, None) for one in batch]
         if len({second is None for _, second in pairs}) > 1:
             raise ValueError("texts and pairs of texts in one batch")

@@ -124,7 +124,7 @@ def test_rho_spreads_models_over_their_replicas_as_well_as_can_be():
     "text, says",
     [
         ("arrival_s\n0.1\n0.2\nx\n", "row 4: 'x' is no time"),
-        ("arrival_s\n0.1\n-1\n", "row 3: '-1' is no time in seconds from 0 on"),
+        ("arrival_s\n0.1\n-1\n", "row 3: '-1' is not a number of seconds >= 0"),
         ("arrival_s\n0.5\n0.4\n", "row 3: 0.4 s comes after 0.5 s"),
         ("arrival_s,size\n0.1,2\n,3\n", "row 3: '' is no time"),
         ("arrival_s\nnan\n", "row 2"),
@@ -152,11 +152,11 @@ def test_a_trace_is_read(tmp_path):
     [
         (lambda: poisson(-1.0, 10), "rate is -1.0"),
         (lambda: poisson(1.0, 0), "number of requests is 0"),
-        (lambda: cluster.simulate(station(1, 1.0), np.array([1.0, 0.0]), POWER), "back in time"),
+        (lambda: cluster.simulate(station(1, 1.0), np.array([1.0, 0.0]), POWER), "do not decrease"),
         (lambda: cluster.simulate(station(1, 1.0), np.zeros(1), POWER, batch_wait_s=-1), "batch_wait_s"),
         (lambda: cluster.simulate(station(1, 1.0), np.zeros(1), POWER, service="gamma"), "unknown service"),
         (lambda: place((model("a", 1.0), model("b", 1.0)), chain((0.5, 0.5)), machines(1), (((0,),), ())).rho(1.0),
-         "b, which lies on no GPU"),
+         "b, which is on no GPU"),
         (lambda: PowerModel(20.0, 10.0, ""), "idle <= busy"),
     ],
 )  # fmt: skip

@@ -108,7 +108,7 @@ def labelled(folder) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"--labels": None}, "labels are missing: name their file with --labels"),
+        ({"--labels": None}, "labels are missing: give their file with --labels"),
         ({"--labels": lambda f: [write(f / "x.npz", y=labels_of())]}, "has no labels: it needs 'labels'"),
         ({"--labels": lambda f: [write(f / "x.npz", labels=np.full(NUM, 3))]}, "one class only (3)"),
         ({"--labels": lambda f: [write(f / "x.npz", labels=labels_of() + 1)]}, "has 5 classes"),
@@ -315,7 +315,7 @@ def test_torch_modules_from_fit_to_run(pixels, capsys, as_json):
     assert "is there already" in capsys.readouterr().err and (pixels / "out3.jsonl").read_bytes() == kept
     assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more, "--overwrite"]) == 0
     told = capsys.readouterr().out
-    assert "first: RuntimeError: this device is gone" in told and "by a model that was not sure" in told
+    assert "first: RuntimeError: this device is gone" in told and "answered by an unsure model" in told
 
 
 class Spans(torch.nn.Module):
@@ -348,13 +348,13 @@ def test_an_extractive_answer_has_the_confidence_of_its_weaker_end(tmp_path, cap
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["output"] for line in lines] == np.stack([x.argmax(axis=1), x.argmin(axis=1)], axis=1).tolist()
     assert cli.main([*fit, "-o", fitted, "--policies", "a=kv_only"]) == 2
-    assert "policies are of language models" in capsys.readouterr().err
+    assert "policies are for language models" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ([], "where is model a? Say it with --models a=PATH"),
+        ([], "the path of model a is unknown: give it with --models a=PATH"),
         (["--models", "z=x.pt2"], "has no model 'z'; it has a, b, c"),
         (["--models", "a=x.pt2", "b=x.pt2", "c=x.pt2"], "cannot read x.pt2 of model a"),
     ],
@@ -459,10 +459,10 @@ def test_a_users_own_language_model(tmp_path, capsys, as_json):
     capsys.readouterr()
     assert as_json("cascade", "run", "--cascade", cascade, "-i", data, "-o", out)["accuracy"] == pytest.approx(9 / 11)
     for more, words in (
-        ([f"a={own}", f"b={__name__}:nothing"], f"model b: {__name__}:nothing gave no model: AttributeError"),
+        ([f"a={own}", f"b={__name__}:nothing"], f"model b: {__name__}:nothing failed: AttributeError"),
         ([f"a={own}", "b=json:JSONDecoder"], "returned JSONDecoder, which lacks predict or close"),
-        ([f"a={own}", "b=nowhere"], "nowhere is no folder of a checkpoint, nor module:function"),
-        ([f"a={own}", f"b={own}", "--policies", "a=kv_only"], "policy is for checkpoints, and"),
+        ([f"a={own}", "b=nowhere"], "nowhere is neither a checkpoint folder nor module:function"),
+        ([f"a={own}", f"b={own}", "--policies", "a=kv_only"], "policy needs a checkpoint, which"),
     ):
         assert cli.main([*fit, *more]) == 2
         assert words in capsys.readouterr().err

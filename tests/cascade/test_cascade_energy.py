@@ -94,7 +94,7 @@ def test_a_meter_without_counters_gives_a_reason_and_no_number(tmp_path, powerca
 
     monkeypatch.setattr(metering, "_joules_in", refuse)
     with Meter() as meter:
-        assert meter.joules is None and "may be read by root alone" in meter.source
+        assert meter.joules is None and "only root may read" in meter.source
 
 
 class Nvml(types.SimpleNamespace):
@@ -164,7 +164,7 @@ def test_processors_do_not_replace_an_unreadable_gpu(powercap, monkeypatch, nvml
 def test_energy_is_reported_with_its_source_and_per_token():
     record = Energy(12.0, "measured: RAPL, package-0", 4, 24).record()
     assert (record["joules_per_request"], record["joules_per_token"]) == (3.0, 0.5)
-    assert describe_energy(record) == "24 tokens, energy 3 J a request, 0.5 J a token (measured: RAPL, package-0)"
+    assert describe_energy(record) == "24 tokens, energy 3 J per request, 0.5 J per token (measured: RAPL, package-0)"
     assert describe_energy(Energy(None, "not measured: no meter", 4).record()) == "energy not measured: no meter"
 
 
@@ -265,7 +265,9 @@ def test_fit_and_run_report_the_joules_that_the_machine_counts(heated, monkeypat
     monkeypatch.setattr(metering, "POWERCAP", heated / "none")
     assert cli.main(run) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["joules"] == sum(visited) and result["energy_source"].startswith("stated: what fit has")
+    assert result["joules"] == sum(visited) and result["energy_source"].startswith(
+        "stated: energy of each model by fit"
+    )
     assert "stated: x" in result["energy_source"] and "not measured: RAPL" in result["energy_source"]
 
 
@@ -302,7 +304,9 @@ def test_profile_measures_seconds_memory_use_and_joules(heated, monkeypatch, cap
     command = ["cascade", "profile", "--data", f"{heated}/data.npz", "-o", out, "--batches", "1", "4", "8", "16"]
     assert cli.main([*command, "--models", *(f"{name}={__name__}:{name}" for name in A_REQUEST)]) == 0
     told = capsys.readouterr()
-    assert "model large failed at a batch of 16: MemoryError: no room; its profile ends before" in told.err
+    assert (
+        "model large failed at a batch of 16: MemoryError: no room; its profile ends with the batch before" in told.err
+    )
     models = json.loads(Path(out).read_text())["models"]
     assert (models["small"]["max_batch"], models["large"]["max_batch"]) == (16, 8)
     for name, model in models.items():

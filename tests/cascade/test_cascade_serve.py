@@ -99,7 +99,7 @@ def test_a_request_whose_largest_model_dies_has_the_surest_smaller_answer():
     router = router_of(Handle(0), Handle(1), Handle(2, ASK_AGAIN))
     answer = asyncio.run(router.answer(np.array([3.0], dtype=np.float32), 5))
     assert (answer.index, answer.model, answer.is_fallback) == (5, "small", True) and answer.confidence < 0.9
-    assert answer.failed == {"large": f"{ASK_AGAIN} of its processes died of it"}
+    assert answer.failed == {"large": f"{ASK_AGAIN} processes of the model died during the request"}
 
 
 def raising(error: Exception):
@@ -452,7 +452,7 @@ def test_processes_share_what_the_cluster_has_free():
     assert given(three, {"CPU": 8.0}) == [(1.0, 0.0, {})] * 3  # no GPUs: anywhere
     with pytest.raises(InputError, match="needs 2 GPUs, and the Ray cluster has 1 free"):
         given(PLANNED, {"CPU": 8.0, "GPU": 1.0}, machines)
-    with pytest.raises(InputError, match="h1 of the plan needs a machine with 2 GPUs, and of the 3 .* one with 1"):
+    with pytest.raises(InputError, match="h1 of the plan needs a machine with 2 GPUs, but of the .* 3 .* one with 1"):
         given(three, {"CPU": 8.0, "GPU": 3.0}, dict.fromkeys(("node:1", "node:2", "node:3"), 1.0))
     with pytest.raises(InputError, match="h1 of the plan needs a machine with 1 GPUs, .* none left"):
         given(PLANNED, {"CPU": 8.0, "GPU": 2.0}, {"node:1": 2.0})

@@ -96,7 +96,7 @@ def test_images_are_classified_as_by_transformers(encoders):
     assert model.memory_bytes(x) > 4 * sum(parameter.numel() for parameter in encoders.modules["vit"].parameters())
     with pytest.raises(ValueError, match="takes no texts"):
         model.predict(TEXTS)
-    with pytest.raises(ValueError, match="pixel values as its image processor makes them, not torch.uint8"):
+    with pytest.raises(ValueError, match="pixel values from its image processor, not torch.uint8"):
         model.predict(np.zeros((3, 1, 8, 8), dtype=np.uint8))  # raw ones would be answered, and wrongly
 
 
@@ -144,7 +144,9 @@ def test_files_of_texts_are_read_strictly(tmp_path, capsys, lines, words):
 
 
 def test_a_folder_without_the_task_s_head_is_refused_by_name(encoders, tmp_path):
-    with pytest.raises(InputError, match="holds ViTForImageClassification; extraction needs a class that ends with"):
+    with pytest.raises(
+        InputError, match="has the class ViTForImageClassification; extraction needs one that ends with"
+    ):
         load_model("m", str(encoders.root / "vit"), "extraction", device="cpu")
     with pytest.raises(InputError, match="has no config of transformers"):
         load_model("m", str(tmp_path), "classification", device="cpu")

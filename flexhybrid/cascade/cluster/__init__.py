@@ -1,1 +1,1 @@
-"""A cascade on a cluster in virtual time."""
+"""Simulates a cascade on a cluster in virtual time."""

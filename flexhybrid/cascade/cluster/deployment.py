@@ -1,4 +1,4 @@
-"""A plan as the cluster runs it: servers, hops and their capacity."""
+"""Deploys a plan on a cluster: the GPUs of each replica, transfer times, and the capacity."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,23 +13,20 @@ from flexhybrid.core.errors import InputError, check
 
 @dataclass(frozen=True, eq=False)
 class Deployment:
-    """``gpus[m][r][s]``: GPU of partition s of replica r of model m. Models that no request visits have no replica.
-
-    ``hop_s[i][j]``: from model i to j, for a batch's requests that go on; ``hidden_s[m][r][s]``: seconds a request from
-    partition s to s + 1.
-    """
+    """A cascade on GPUs. Models that no request visits have no replica."""
 
     models: tuple[ServedModel, ...]
     flow: Flow
     num_gpus: int
-    gpus: tuple[tuple[tuple[int, ...], ...], ...]
-    hop_s: np.ndarray
-    hidden_s: tuple[tuple[tuple[float, ...], ...], ...]
+    gpus: tuple[tuple[tuple[int, ...], ...], ...]  #: [m][r][s], GPU of partition s of replica r of model m
+    hop_s: np.ndarray  #: [i, j], seconds from model i to model j for the requests of a batch that go on
+    hidden_s: tuple[tuple[tuple[float, ...], ...], ...]  #: [m][r][s], seconds per request from partition s to s + 1
 
     def rho(self, rate: float) -> float:
-        """Return the utilisation of the busiest GPU with full batches and the best shares of each model's replicas.
+        """Return the utilisation of the busiest GPU at ``rate`` requests/s with full batches.
 
-        At 1 or above queues grow without end. The shares come from a small linear program.
+        From 1 on, queues grow without end. A small linear program chooses each replica's share of its model's requests.
+        Raise InputError if a visited model has no GPU.
         """
         from scipy.optimize import linprog
 
@@ -45,7 +42,7 @@ class Deployment:
             shares[m, column] = 1.0
         used = [m for m, model in enumerate(self.gpus) if model]
         if lost := [self.models[m].name for m in range(len(self.models)) if visits[m] > 0 and m not in used]:
-            raise InputError(f"requests go to {lost[0]}, which lies on no GPU")
+            raise InputError(f"requests go to {lost[0]}, which is on no GPU")
         busy[:, -1] = -1.0
         scale = max(float(busy[:, :-1].max()), 1e-300)
         busy[:, :-1] /= scale
@@ -54,12 +51,12 @@ class Deployment:
         return float(result.fun) * scale
 
     def capacity(self) -> float:
-        """Return the requests/s at which the busiest GPU has no time left."""
+        """Return the requests/s at which the busiest GPU is fully used."""
         return 1.0 / self.rho(1.0)
 
 
 def deploy(plan: Plan, router_s: float = 0.0) -> Deployment:
-    """Deploy a plan, with the batches for which it keeps memory. ``router_s``: the router's seconds, a hop."""
+    """Return the deployment of a plan, with its batch sizes. ``router_s``: seconds of the router per hop."""
     layout, gpus, models = plan.layout, [], []
     for m, (model, batch) in enumerate(zip(layout.models, layout.batch, strict=True)):
         gpus.append([list(map(int, replica)) for replica in plan.gpus_of(m)] if layout.replicas[m] else [])
@@ -74,14 +71,14 @@ def place(
     gpus: Sequence[Sequence[Sequence[int]]],
     router_s: float = 0.0,
 ) -> Deployment:
-    """Deploy models on the GPUs ``gpus[m][r][s]``."""
+    """Return the deployment of models on the GPUs ``gpus[m][r][s]`` (model, replica, partition)."""
     check("router_s", router_s, 0 <= router_s < float("inf"), "a number of seconds >= 0")
     table = cluster.s_per_byte()
     placed = tuple(tuple(tuple(replica) for replica in model) for model in gpus)
     hop_s = np.zeros((len(models), len(models)))
     for i, model in enumerate(models):
         for j in range(i + 1, len(models)):
-            if placed[i] and placed[j]:  # the mean over replicas: a model has one queue
+            if placed[i] and placed[j]:  # take the mean over replicas, which share one queue
                 last, first = [r[-1] for r in placed[i]], [r[0] for r in placed[j]]
                 hop_s[i, j] = router_s + model.output_bytes * float(table[np.ix_(last, first)].mean())
     hidden_s = tuple(

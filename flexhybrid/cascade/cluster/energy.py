@@ -1,4 +1,4 @@
-"""Joules of a simulated GPU, predicted by a stated model of power. ``flexhybrid.cascade.metering`` measures."""
+"""Predicts the energy of a simulated GPU from idle and busy power. ``flexhybrid.cascade.metering`` measures energy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexhybrid.core.errors import InputError
 
 @dataclass(frozen=True)
 class PowerModel:
-    """Watts of an idle GPU and of one whose kernels run all the time; between them in proportion."""
+    """The power of a GPU, which grows linearly with the share of time that kernels run."""
 
     idle_w: float
     busy_w: float
@@ -24,8 +24,8 @@ class PowerModel:
         return self.idle_w * span_s + (self.busy_w - self.idle_w) * busy_s
 
 
-#: By the catalogue's names. Busy is the board's limit by datasheet. Idle, a board with its context loaded, is in no
-#: datasheet: it is assumed, and better replaced by nvidia-smi's reading (``cascade simulate --idle-w``).
+#: Machine of the catalogue -> power. Busy: the limit of the board by datasheet. Idle, with a loaded context: assumed,
+#: as datasheets lack it; the reading of nvidia-smi is better (``cascade simulate --idle-w``).
 POWER = {
     "t4": PowerModel(10.0, 70.0, "T4: 70 W board limit (datasheet); 10 W idle assumed"),
     "rtx-a6000": PowerModel(25.0, 300.0, "RTX A6000: 300 W board limit (datasheet); 25 W idle assumed"),

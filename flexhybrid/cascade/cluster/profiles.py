@@ -1,15 +1,15 @@
-"""Seconds and bytes of a cascade's models: a JSON file of profiles, or the simulator for an offloaded giant.
+"""Reads the profiles of a cascade's models, seconds and bytes by batch size; the simulator profiles offloaded models.
 
     {"version": 1, "models": {
       "small": {"seconds": [[1, 0.004], [8, 0.011]], "memory_bytes": [[1, 3e8], [8, 4e8]], "output_bytes": 5e4},
       "giant": {"offloaded": {"model": "opt-30b", "hardware": "t4", "prompt_len": 512, "gen_len": 32}}}}
 
-A model is profiled ([batch, seconds] and [batch, bytes] pairs, through which lines are fitted), or ``offloaded``: its
-weights and cache lie on the host, and the virtual clock predicts its batches' seconds, with the link to itself. The
-host memory that each replica also needs is not in the plan.
+A model has a profile ([batch, seconds] and [batch, bytes] pairs, to which lines are fitted), or it is ``offloaded``:
+its weights and cache are on the host, and the virtual clock predicts the seconds of its batches. The link is assumed to
+be its own, and the host memory of each replica is not planned.
 
-``flexhybrid cascade profile`` measures models and writes the file (``profiling``). What it saw beside (``BESIDE``) is
-for people: nothing here computes with it.
+``flexhybrid cascade profile`` measures models and writes the file (``profiling``). Its fields ``BESIDE`` are only for
+information.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ from sim import catalogue
 VERSION = 1
 NUMBERS = ("output_bytes", "hidden_bytes")
 COUNTS = ("max_batch", "max_partitions")
-BESIDE = ("utilisation", "energy_j", "measured")  #: by ``flexhybrid cascade profile``
-OFFLOADED = {"model": str, "hardware": str, "prompt_len": int, "gen_len": int}
-OPTIONAL = ("system", "batches", "clock", "dtype")  #: of offloaded_lines
+BESIDE = ("utilisation", "energy_j", "measured")  #: fields of ``flexhybrid cascade profile`` that are not used here
+OFFLOADED = {"model": str, "hardware": str, "prompt_len": int, "gen_len": int}  #: required fields of "offloaded"
+OPTIONAL = ("system", "batches", "clock", "dtype")  #: its optional fields, arguments of ``offloaded_lines``
 
 
 def offloaded_lines(
@@ -43,9 +43,9 @@ def offloaded_lines(
     clock: str = "virtual",
     dtype: str = "float16",
 ) -> tuple[BatchLine, BatchLine]:
-    """Return lines of (seconds, bytes of the GPU) over the batch of a model whose weights are streamed from the host.
+    """Return lines over the batch size, for seconds and GPU bytes, of a model with weights on the host.
 
-    Each batch runs on the virtual clock (or the array clock, ``clock`` "closed"): prefill and all its tokens. A batch
+    The virtual clock (with ``clock`` "closed", the array clock) predicts each batch, prefill and all tokens. A batch
     that does not fit at once runs in waves, as in ``sim.simulate``.
     """
     problem = Problem(shape=shape_of(model), dtype=dtype, hardware=catalogue.load(hardware))
@@ -58,7 +58,7 @@ def offloaded_lines(
 
 
 def read_profiles(path: str | Path, names: Sequence[str]) -> tuple[ServedModel, ...]:
-    """Read the models of these names from a profiles file; InputError names file, model and field."""
+    """Return the models of these names from a file of profiles. Raise InputError that names file, model and field."""
     record = read_json(path)
     if not isinstance(record, dict) or record.get("version") != VERSION or not isinstance(record.get("models"), dict):
         raise InputError(f"{path}: a file of profiles is {{'version': {VERSION}, 'models': {{name: …}}}}")
@@ -74,6 +74,7 @@ def read_profiles(path: str | Path, names: Sequence[str]) -> tuple[ServedModel, 
 
 
 def _model(name: str, record: object) -> ServedModel:
+    """Return the model of a record in the file. Raise InputError for a wrong field."""
     if not isinstance(record, dict):
         raise InputError(f"it must be a JSON object, not {record!r}")
     known = ("seconds", "memory_bytes", "offloaded", *NUMBERS, *COUNTS, *BESIDE)
@@ -81,9 +82,9 @@ def _model(name: str, record: object) -> ServedModel:
         raise unknown("field", strange[0], known)
     if "offloaded" in record:
         if "seconds" in record or "memory_bytes" in record:
-            raise InputError("it is either offloaded, or has seconds and memory_bytes of a profile")
+            raise InputError("give either offloaded, or seconds and memory_bytes of a profile")
         if record.get("max_partitions", 1) != 1:
-            raise InputError("it is offloaded to one GPU's host: max_partitions must be 1")
+            raise InputError("max_partitions must be 1 for an offloaded model")
         seconds, memory = _offloaded(record["offloaded"])
     else:
         seconds, memory = (_line(record, key) for key in ("seconds", "memory_bytes"))
@@ -95,8 +96,9 @@ def _model(name: str, record: object) -> ServedModel:
 
 
 def _line(record: dict, key: str) -> BatchLine:
+    """Return the line of a model's field with [batch, value] pairs. Raise InputError if they are wrong."""
     if not isinstance(record.get(key), list):
-        raise InputError(f"{key} must be a list of pairs [batch, value], or the model be offloaded")
+        raise InputError(f"{key} must be a list of pairs [batch, value], unless the model is offloaded")
     try:
         line = fit_batch_line(record[key])
     except InputError as error:
@@ -107,6 +109,7 @@ def _line(record: dict, key: str) -> BatchLine:
 
 
 def _offloaded(record: object) -> tuple[BatchLine, BatchLine]:
+    """Return the lines of an offloaded model (``offloaded_lines``). Raise InputError for a wrong field."""
     if not isinstance(record, dict):
         raise InputError(f"offloaded must be a JSON object, not {record!r}")
     if strange := [key for key in record if key not in (*OFFLOADED, *OPTIONAL)]:
@@ -122,13 +125,14 @@ def _offloaded(record: object) -> tuple[BatchLine, BatchLine]:
 
 
 def flow_of(cascade: Cascade) -> Flow:
-    """Return a flow with a cascade's expected shares and skips.
+    """Return the flow of requests with a cascade's expected shares and skips.
 
-    Without skips the shares determine it. With skips, the shares that models pass on must sum to those that the next
-    ones get; of all such flows the one with most steps to the next larger model is taken. They differ in no load.
+    Without skips, the shares determine the flow. With skips, several flows agree with the shares, all with equal loads;
+    the one with the most steps to the next larger model is returned. Raise InputError if the cascade has no expected
+    shares, or if no flow agrees with them.
     """
     if cascade.expected is None:
-        raise InputError("the cascade does not say which shares of the requests its models get: search it first")
+        raise InputError("the cascade has no expected shares of requests: use a file of `flexhybrid cascade search`")
     answered, visited = (np.array(getattr(cascade.expected, name), dtype=float) for name in ("answered", "visited"))
     if not any(cascade.skips):
         return chain(answered)
@@ -142,7 +146,7 @@ def flow_of(cascade: Cascade) -> Flow:
         leaves[i, column] = enters[j - 1, column] = 1.0
     far = np.array([j - i for i, j in edges], dtype=float)
     rows, sums = np.concatenate([leaves, enters]), np.concatenate([(visited - answered)[:-1], visited[1:]])
-    slack = np.ones((len(rows), 1))  # shares are printed to a few digits: the least slack is used
+    slack = np.ones((len(rows), 1))  # printed shares are rounded, so the least slack is minimised too
     limits = np.block([[rows, -slack], [-rows, -slack]])
     result = linprog(np.append(far, 1e3 * n), limits, np.concatenate([sums, -sums]), method="highs")
     if result.status != 0 or result.x[-1] > 100 * SHARE_SLACK:

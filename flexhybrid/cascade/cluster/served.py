@@ -1,6 +1,6 @@
-"""A cascade for the planner and the cluster simulation: models as lines over the batch size, flow, and GPUs.
+"""The planner's and simulation's view of a cascade: models as lines over the batch size, a flow of requests, and GPUs.
 
-Models are ordered from small to giant; a request only goes on to a larger one.
+Models are ordered from small to large, and a request only goes on to a larger model.
 """
 
 import math
@@ -12,19 +12,16 @@ import numpy as np
 from flexhybrid.core.errors import InputError, check, is_integer, is_number
 from flexhybrid.core.units import gib
 
-SHARE_SLACK = 1e-6  #: shares are printed with a digit or two; their sum is scaled back to 1 within this much of it
+SHARE_SLACK = 1e-6  #: shares whose sum differs from 1 by at most this are scaled to sum to 1
 
 
 @dataclass(frozen=True)
 class BatchLine:
-    """at_zero + per_request · batch: the linear map from batch size of §V-C (seconds, or bytes).
-
-    ``worst_error``: largest relative error on the samples it was fitted to; None where nothing was fitted.
-    """
+    """The line at_zero + per_request · batch of §V-C, in seconds or bytes."""
 
     at_zero: float
     per_request: float
-    worst_error: float | None = None
+    worst_error: float | None = None  #: largest relative error on the fitted samples; None if not fitted
 
     def __post_init__(self):
         for name in ("at_zero", "per_request"):
@@ -37,10 +34,10 @@ class BatchLine:
 
 
 def fit_batch_line(samples: Sequence[tuple[float, float]]) -> BatchLine:
-    """Fit a line with terms >= 0 through (batch, value) samples of a profile.
+    """Return a line with terms >= 0 fitted to (batch, value) samples of a profile.
 
-    Least squares of the relative error, as in ``policy_search.fit``: a large batch weighs no more than a small one.
-    A single batch size gives a line through the origin. Raises InputError for no samples or values that are not > 0.
+    The fit minimises the squares of relative errors, as in ``policy_search.fit``, so that all batch sizes weigh alike.
+    A single batch size gives a line through the origin. Raise InputError without samples, or for values <= 0.
     """
     from scipy.optimize import nnls
 
@@ -62,18 +59,13 @@ def fit_batch_line(samples: Sequence[tuple[float, float]]) -> BatchLine:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One size of the model as it is served.
-
-    ``seconds``: of a batch through all of the model on its GPU; ``memory``: bytes of all of the model while it serves a
-    batch. ``output_bytes``: bytes of a request that go on to another model; ``hidden_bytes``: bytes of a request that
-    pass between two partitions. A model of S partitions has 1/S of seconds and memory in each (§V-C).
-    """
+    """A model of a cascade as it is served. Each of its S partitions has 1/S of seconds and memory (§V-C)."""
 
     name: str
-    seconds: BatchLine
-    memory: BatchLine
-    output_bytes: float = 0.0
-    hidden_bytes: float = 0.0
+    seconds: BatchLine  #: of a batch on one GPU
+    memory: BatchLine  #: bytes while a batch is computed
+    output_bytes: float = 0.0  #: bytes of a request that go on to another model
+    hidden_bytes: float = 0.0  #: bytes of a request that pass from one partition to the next
     max_batch: int = 1
     max_partitions: int = 1
 
@@ -90,11 +82,10 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Flow:
-    """Shares 0..1 of the requests: ``entry[i]`` begin at model i; of those at i, ``onward[i][j]`` go on to j > i, and
-    the others are answered by i."""
+    """The shares 0..1 of requests that take each route."""
 
-    entry: tuple[float, ...]
-    onward: tuple[tuple[float, ...], ...]
+    entry: tuple[float, ...]  #: share of all requests that begins at each model
+    onward: tuple[tuple[float, ...], ...]  #: [i][j], share of the requests at model i that goes on to model j > i
 
     def __post_init__(self):
         entry, onward = np.asarray(self.entry, dtype=float), np.asarray(self.onward, dtype=float)
@@ -103,13 +94,13 @@ class Flow:
         _check_shares("entry", entry)
         _check_shares("onward", onward)
         if abs(entry.sum() - 1) > 1e-9 or (onward.sum(axis=1) > 1 + 1e-9).any():
-            raise InputError("entry shares must sum to 1, those that go on from a model to at most 1")
+            raise InputError("entry shares must sum to 1, and shares that go on from a model to at most 1")
         if np.tril(onward).any():
-            raise InputError("a request goes on to a larger model only: onward[i][j] must be 0 for j <= i")
+            raise InputError("requests only go on to a larger model: onward[i][j] must be 0 for j <= i")
 
     @property
     def visits(self) -> np.ndarray:
-        """Return ρ [models]: the share of all requests that each model computes."""
+        """The share ρ of all requests that each model computes [models]."""
         visits = np.array(self.entry, dtype=float)
         for i, row in enumerate(self.onward):
             visits += visits[i] * np.asarray(row)
@@ -117,12 +108,12 @@ class Flow:
 
     @property
     def answered(self) -> np.ndarray:
-        """Return the share of all requests that each model answers [models]."""
+        """The share of all requests that each model answers [models]."""
         return self.visits * (1 - np.asarray(self.onward).sum(axis=1))
 
 
 def chain(answered: Sequence[float] | np.ndarray) -> Flow:
-    """Return the flow of a chain without skips in which model i answers ``answered[i]`` of all requests (Table III)."""
+    """Return the flow without skips in which model i answers the share ``answered[i]`` of all requests (Table III)."""
     shares = check_answered(answered)
     n = len(shares)
     onward = np.zeros((n, n))
@@ -133,7 +124,7 @@ def chain(answered: Sequence[float] | np.ndarray) -> Flow:
 
 
 def direct(answered: Sequence[float] | np.ndarray) -> Flow:
-    """Return the best flow of skip connections: the first model passes each request straight to its answering model."""
+    """Return the best possible flow with skips: the first model passes each request straight to the answering one."""
     shares = check_answered(answered)
     onward = np.zeros((len(shares), len(shares)))
     onward[0, 1:] = shares[1:]
@@ -141,7 +132,7 @@ def direct(answered: Sequence[float] | np.ndarray) -> Flow:
 
 
 def check_answered(answered: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return the shares scaled to sum to 1; raises InputError where they do not nearly do."""
+    """Return the shares scaled to sum to 1. Raise InputError if their sum differs by more than SHARE_SLACK."""
     shares = np.asarray(answered, dtype=float)
     _check_shares("answered", shares)
     if len(shares) == 0 or abs(shares.sum() - 1) > SHARE_SLACK:
@@ -150,6 +141,7 @@ def check_answered(answered: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def _check_shares(name: str, shares: np.ndarray) -> None:
+    """Raise InputError for a share outside of 0 to 1."""
     wrong = shares[~((shares >= 0) & (shares <= 1 + 1e-12))]
     if wrong.size:
         raise InputError(f"{name} has the share {wrong.flat[0]:.6g}; shares lie in [0, 1]")
@@ -157,9 +149,11 @@ def _check_shares(name: str, shares: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Gpu:
+    """A GPU of a cluster."""
+
     name: str
     host: str
-    memory: int  #: bytes that models may fill
+    memory: int  #: bytes that models may use
 
     def __post_init__(self):
         check(f"GPU {self.name}: memory", self.memory, 0 < self.memory < math.inf, "a number of bytes > 0")
@@ -167,12 +161,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of one kind (the models' lines hold on each) in hosts. T(g, g') of §V-A a byte: 0 on one GPU,
-    ``host_s_per_byte`` between two of a host, ``network_s_per_byte`` between hosts."""
+    """GPUs of one kind, on which the models' lines hold. The seconds per byte are T(g, g') of §V-A."""
 
     gpus: tuple[Gpu, ...]
-    host_s_per_byte: float
-    network_s_per_byte: float
+    host_s_per_byte: float  #: seconds per byte between two GPUs of a host
+    network_s_per_byte: float  #: seconds per byte between GPUs of two hosts
 
     def __post_init__(self):
         if not self.gpus:
@@ -182,22 +175,22 @@ class Cluster:
             raise InputError(f"two GPUs are called {twice!r}")
         if not 0 <= self.host_s_per_byte <= self.network_s_per_byte < math.inf:
             raise InputError(
-                f"seconds a byte are {self.host_s_per_byte!r} within a host and {self.network_s_per_byte!r} between "
-                "hosts; both must be >= 0 and the network not the faster one"
+                f"seconds per byte are {self.host_s_per_byte!r} within a host and {self.network_s_per_byte!r} between "
+                "hosts; both must be >= 0, and the network may not be faster"
             )
 
     @property
     def hosts(self) -> np.ndarray:
-        """Return the index of each GPU's host [gpus]."""
+        """The index of each GPU's host [gpus]."""
         return np.unique([gpu.host for gpu in self.gpus], return_inverse=True)[1]
 
     @property
     def memory(self) -> np.ndarray:
-        """Return the GPUs' bytes [gpus]."""
+        """The bytes of each GPU [gpus]."""
         return np.array([gpu.memory for gpu in self.gpus], dtype=float)
 
     def s_per_byte(self) -> np.ndarray:
-        """Return T a byte [gpus, gpus]."""
+        """Return T, the seconds per byte from GPU to GPU [gpus, gpus]."""
         hosts = self.hosts
         table = np.where(hosts[:, None] == hosts[None, :], self.host_s_per_byte, self.network_s_per_byte)
         np.fill_diagonal(table, 0.0)
@@ -210,7 +203,7 @@ class Cluster:
 
 
 def even_cluster(hosts: int, gpus: int, memory: int, host_gb_per_s: float, network_gb_per_s: float) -> Cluster:
-    """Return a cluster of ``hosts`` equal hosts with ``gpus`` each; rates in 10⁹ bytes/s."""
+    """Return a cluster of ``hosts`` equal hosts with ``gpus`` GPUs each. Raise InputError for impossible numbers."""
     for name, value in (("hosts", hosts), ("GPUs a host", gpus)):
         if not is_integer(value) or value < 1:
             raise InputError(f"{name}: {value!r} is not a whole number >= 1")

@@ -1,15 +1,15 @@
-"""A cascade on a cluster in virtual time: queues, batches, hops, replicas, GPUs shared by several models.
+"""Simulates a cascade on a cluster in virtual time: queues, batches, transfers, replicas, and models that share GPUs.
 
-- Each model has one queue. A free GPU takes the oldest work among the queues of the models whose first partition it
-  holds and the batches that earlier partitions have sent it: as many requests as wait, at most max_batch.
-- With ``batch_wait_s`` a batch that is not full starts only once its first request has waited that long.
-- A GPU computes one batch at a time (§V-B); a batch of b takes seconds(b)/S on each of S partitions.
-- A request's way is drawn beforehand from the flow's shares.
+- Each model has one queue. A free GPU takes the oldest of two kinds of work: requests in the queues of models whose
+  first partition it has (all that wait, at most max_batch), and batches sent by earlier partitions.
+- With ``batch_wait_s``, a batch that is not full starts only after its first request has waited that long.
+- A GPU computes one batch at a time (§V-B); a batch of b requests takes seconds(b)/S on each of S partitions.
+- A request's route is drawn in advance from the flow's shares.
 
-Left out: requests that are refused or fail, time to load models, contention for links (a transfer takes its bytes over
-the rate), and power that depends on the clock rate.
+Not simulated: requests that are refused or fail, the time to load models, contention for links (a transfer takes bytes
+over rate), and power that depends on the clock rate.
 
-Events are tuples in one heap, requests are numbers; nothing is allocated per request but array elements.
+For speed, events are tuples in one heap, requests are numbers, and all data of requests is in arrays.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from flexhybrid.core.errors import InputError, check, unknown
 
 SERVICE = ("fixed", "exponential")
 TAIL = 99.9  #: percentile of the paper's tail latency
-_ANSWERED = 255  #: instead of a next model
+_ANSWERED = 255  #: in place of a next model: the request is answered
 _DONE, _STAGE, _ARRIVE, _TIMER = range(4)
 
 
@@ -33,20 +33,20 @@ class Served:
     """The results of a simulated run: seconds, joules, shares 0..1."""
 
     num_requests: int
-    span_s: float  #: from the first arrival to the last answer
+    span_s: float  #: seconds from the first arrival to the last answer
     mean_latency_s: float
     median_latency_s: float
-    tail_latency_s: float  #: 99.9 %
+    tail_latency_s: float  #: 99.9th percentile
     throughput: float  #: answers / span_s
     joules_per_request: float
-    idle_joules_per_request: float  #: of those, the energy that the powered GPUs draw without any request
+    idle_joules_per_request: float  #: the part that the powered GPUs would draw without requests
     power: str  #: source of the watts
-    rho: float  #: utilisation of the busiest GPU at the mean rate of arrivals, with full batches
+    rho: float  #: utilisation of the busiest GPU at the mean arrival rate, with full batches
     answered: dict[str, float]  #: model -> share of requests
-    mean_batch: dict[str, float]  #: model -> requests
-    busy: np.ndarray  #: share of span_s that each GPU computes [GPUs]
-    num_powered: int  #: GPUs that hold a model, whose idle power counts
-    latency_s: np.ndarray  #: of each request [requests]
+    mean_batch: dict[str, float]  #: model -> mean requests of a batch
+    busy: np.ndarray  #: [GPUs], share of span_s that each GPU computes
+    num_powered: int  #: number of GPUs with a model, whose idle power counts
+    latency_s: np.ndarray  #: [requests]
 
     def to_dict(self) -> dict:
         """Return plain JSON values, without the latency of each request."""
@@ -62,15 +62,16 @@ def simulate(
     service: str = "fixed",
     seed: int = 0,
 ) -> Served:
-    """Serve requests that arrive at ``arrivals_s`` [requests, not falling].
+    """Simulate requests that arrive at ``arrivals_s`` [requests], which must not decrease; return the results.
 
-    ``service``: "fixed" (the models' lines) or "exponential" (with those means). Equal arguments give equal results.
+    ``service``: service times, "fixed" (the models' lines) or "exponential" (with those means). Equal arguments give
+    equal results. Raise InputError for wrong arguments, and if a visited model is on no GPU.
     """
     arrivals_s = np.asarray(arrivals_s, dtype=float)
     _check(arrivals_s, batch_wait_s, service)
     num_powered = len({gpu for model in deployment.gpus for replica in model for gpu in replica})
     rate = (len(arrivals_s) - 1) / np.ptp(arrivals_s) if np.ptp(arrivals_s) > 0 else 0.0
-    rho = deployment.rho(max(rate, 1e-12))  # raises InputError where a visited model lies on no GPU
+    rho = deployment.rho(max(rate, 1e-12))
     loop = _EventLoop(deployment, arrivals_s, batch_wait_s, seed, service == "exponential")
     loop.walk()
     count, latency = len(arrivals_s), np.array(loop.done_s) - arrivals_s
@@ -111,24 +112,25 @@ def describe(served: Served) -> str:
     return (
         f"{s.num_requests} requests in {s.span_s:.4g} s: {s.throughput:.4g} requests/s, busiest GPU rho {s.rho:.2f}\n"
         f"  latency: mean {mean}, median {median}, {TAIL:g} % {tail}\n"
-        f"  energy: {s.joules_per_request:.4g} J a request, {s.idle_joules_per_request:.4g} J of it the idle power of "
-        f"{s.num_powered} GPUs (predicted: {s.power})\n"
+        f"  energy: {s.joules_per_request:.4g} J per request, of which {s.idle_joules_per_request:.4g} J are the idle "
+        f"power of {s.num_powered} GPUs (predicted: {s.power})\n"
         f"  answered by {answers}; batches of {batches}"
     )
 
 
 def check_stable(deployment: Deployment, rate: float) -> None:
-    """Raise InputError where a rate, requests/s, is more than the cluster can answer."""
+    """Raise InputError if ``rate`` requests/s exceed the capacity of the cluster."""
     rho = deployment.rho(rate)
     if rho >= 1:
         raise InputError(
             f"unstable: at {rate:.4g} requests/s the busiest GPU has rho = {rho:.3g} >= 1 with full batches; this "
-            f"placement carries less than {rate / rho:.4g} requests/s"
+            f"placement serves less than {rate / rho:.4g} requests/s"
         )
 
 
 def draw_ways(deployment: Deployment, count: int, seed: int) -> tuple[np.ndarray, list[bytes]]:
-    """Draw each request's route: return (its first model [count], for each model the next one; 255: none)."""
+    """Draw each request's route; return its first model [count], and for each model the next one as bytes [count].
+    255 (_ANSWERED) stands for no next model."""
     rng = np.random.default_rng([seed, 2])
     last = len(deployment.models) - 1
     first = np.searchsorted(np.cumsum(deployment.flow.entry), rng.random(count), side="right")
@@ -143,14 +145,14 @@ def _check(arrivals_s: np.ndarray, batch_wait_s: float, service: str) -> None:
     if arrivals_s.ndim != 1 or not len(arrivals_s):
         raise InputError("there must be at least one arrival")
     if not np.isfinite(arrivals_s).all() or (np.diff(arrivals_s) < 0).any():
-        raise InputError("arrivals must be finite seconds that do not go back in time")
+        raise InputError("arrivals must be finite seconds that do not decrease")
     check("batch_wait_s", batch_wait_s, 0 <= batch_wait_s < float("inf"), "a number of seconds >= 0")
     if service not in SERVICE:
         raise unknown("service", service, SERVICE)
 
 
 class _ServedModel:
-    """A model in the event loop: its batch line, its queue, the GPUs of its first partitions."""
+    """A model in the event loop, with its queue and the GPUs of its first partitions."""
 
     __slots__ = ("at_zero", "per_request", "max_batch", "hop_s", "next_of", "gpus", "queue", "batches", "computed")
 
@@ -169,18 +171,18 @@ class _GpuState:
     __slots__ = ("holds", "sent", "is_free", "busy_s")
 
     def __init__(self, deployment: Deployment, g: int, models: list[_ServedModel]):
-        #: (model, replica) of the first partitions on it, one replica of a model
+        #: (model, replica) of the first partitions on this GPU, at most one per model
         self.holds = [
             (m, next(r for r, replica in enumerate(deployment.gpus[m]) if replica[0] == g))
             for m, model in enumerate(models)
             if g in model.gpus
         ]
-        self.sent: deque[tuple] = deque()  # (seconds, batch) from earlier partitions
+        self.sent: deque[tuple] = deque()  # (time, batch) sent by earlier partitions
         self.is_free, self.busy_s = True, 0.0
 
 
 class _EventLoop:
-    """The simulation: models, GPUs, arrays over the requests, and a heap of events."""
+    """The simulation of one run."""
 
     def __init__(self, deployment: Deployment, arrivals_s: np.ndarray, wait_s: float, seed: int, exponential: bool):
         first, next_of = draw_ways(deployment, len(arrivals_s), seed)
@@ -188,16 +190,16 @@ class _EventLoop:
         self.models = [_ServedModel(deployment, m, ways) for m, ways in enumerate(next_of)]
         self.gpus = [_GpuState(deployment, g, self.models) for g in range(deployment.num_gpus)]
         self.arrivals_s: list[float] = arrivals_s.tolist()
-        self.since = list(self.arrivals_s)  # seconds at which each request joined the queue it is in
+        self.since = list(self.arrivals_s)  # time at which each request joined its current queue
         self.first_model = first.astype(np.uint8).tobytes()
         self.done_s = [0.0] * len(arrivals_s)
         self.answered_by = np.zeros(len(arrivals_s), dtype=np.uint8)
-        self.heap: list[tuple] = []
-        self.serial = 0  # of events: ties go in the order in which they were made
+        self.heap: list[tuple] = []  # events: (time, number, kind, target, load)
+        self.serial = 0  # number of the latest event, which orders events at equal times
         self.draw = _draws(seed) if exponential else None
 
     def walk(self) -> None:
-        """Process all events in order of time."""
+        """Process all arrivals and events in order of time."""
         heap, arrivals, first = self.heap, self.arrivals_s, self.first_model
         count, at = len(arrivals), 0
         while True:
@@ -220,7 +222,7 @@ class _EventLoop:
                 self.offer(now, target)
 
     def push(self, when: float, kind: int, target: int, load) -> None:
-        """Add an event: ``target`` is a GPU or a model, ``load`` the batch or requests."""
+        """Add an event. ``target``: a GPU or a model. ``load``: a batch or requests."""
         self.serial += 1
         heappush(self.heap, (when, self.serial, kind, target, load))
 
@@ -235,7 +237,7 @@ class _EventLoop:
         self.offer(now, model)
 
     def offer(self, now: float, model: int) -> None:
-        """Let free GPUs take the ready requests of a model's queue."""
+        """Let free GPUs take requests from a model's queue."""
         for gpu in self.models[model].gpus:
             if not self.models[model].queue:
                 return
@@ -243,14 +245,14 @@ class _EventLoop:
                 self.take(now, gpu)
 
     def take(self, now: float, gpu: int) -> None:
-        """Begin the oldest work that is ready for a free GPU, if any."""
+        """Start the oldest work that is ready for a free GPU, if there is any."""
         sent = self.gpus[gpu].sent
         oldest, chosen = (sent[0][0], None) if sent else (float("inf"), None)
         for held in self.gpus[gpu].holds:
             model = self.models[held[0]]
             if model.queue:
                 since = self.since[model.queue[0]]
-                # the sum, as the timer has it: a difference could fall short of wait_s by rounding
+                # The same sum as for the timer: rounding could make a difference smaller than wait_s.
                 if since < oldest and (since + self.wait_s <= now or len(model.queue) >= model.max_batch):
                     oldest, chosen = since, held
         if chosen is not None:
@@ -259,7 +261,7 @@ class _EventLoop:
             self.begin(now, gpu, sent.popleft()[1])
 
     def fetch(self, model: int) -> tuple[int, ...]:
-        """Take a batch off a queue."""
+        """Remove a batch from a model's queue and return it."""
         served = self.models[model]
         queue, limit = served.queue, served.max_batch
         if len(queue) <= limit:
@@ -285,7 +287,7 @@ class _EventLoop:
         self.push(now + took, _DONE, gpu, batch)
 
     def finish(self, now: float, gpu: int, batch: tuple[int, int, int, tuple[int, ...]]) -> None:
-        """Send a batch from a GPU to the next partition, or each request to its answer or its next model."""
+        """End a batch on a GPU: send it to the next partition, or each request to its next model if it has one."""
         model, replica, stage, requests = batch
         self.gpus[gpu].is_free = True
         path = self.deployment.gpus[model][replica]
@@ -307,7 +309,7 @@ class _EventLoop:
 
 
 def _draws(seed: int):
-    """Yield exponential factors of mean 1, drawn in blocks."""
+    """Yield exponentially distributed factors of mean 1."""
     rng = np.random.default_rng([seed, 3])
     while True:
         yield from rng.exponential(1.0, 1 << 16).tolist()

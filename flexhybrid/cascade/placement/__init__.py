@@ -1,1 +1,1 @@
-"""Where the models of a cascade lie on a cluster: Algorithm 3, the binary program, lower bounds."""
+"""Places the models of a cascade on the GPUs of a cluster: Algorithm 3, the binary program, lower bounds."""

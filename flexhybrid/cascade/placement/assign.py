@@ -1,6 +1,7 @@
-"""A search that assigns items to GPUs where they are too many for the binary program: greedy starts, moves and swaps.
+"""A local search that assigns items to GPUs, for cases too large for the binary program: greedy starts, moves, swaps.
 
-Its state is two tables, the traffic of an item with each GPU and with each host, which change by a row at a time.
+An item is a partition of a replica. The state has two tables, the traffic of each item with each GPU and with each
+host; a move changes one column of each.
 """
 
 import time
@@ -10,14 +11,17 @@ import numpy as np
 from flexhybrid.cascade.cluster.served import Cluster
 from flexhybrid.cascade.placement.instances import Layout
 
-SLACK = 1e-9  #: of a GPU's memory or time: sums of many shares may miss a bound by rounding
+SLACK = 1e-9  #: share of a GPU's memory or time by which a sum may exceed it because of rounding
+PATIENCE = 20  #: attempts per item without a better assignment after which the search ends
 
 
 class PlacementState:
-    """The GPU of every item; ``gpu_of`` [items], -1 for an item that is not placed.
+    """An assignment of items to GPUs.
 
-    ``near`` [items, GPUs]: bytes a request between an item and the items on a GPU, both ways; ``near_host``: those on
-    all GPUs of a host. ``free`` [2, GPUs]: memory and time left, as shares of the largest GPU's and of 1.
+    - ``gpu_of`` [items]: GPU of each item; -1: not placed.
+    - ``near`` [items, GPUs], ``near_host`` [items, hosts]: bytes per request, in both directions, between an item and
+      all items on a GPU or a host.
+    - ``free`` [2, GPUs]: free memory as a share of the largest GPU's, and free time as a share.
     """
 
     def __init__(self, layout: Layout, cluster: Cluster, most_load: float):
@@ -46,23 +50,24 @@ class PlacementState:
         self.gpu_of[item] = gpu if sign > 0 else -1
 
     def restore(self, gpu_of: np.ndarray) -> None:
+        """Place all items as in ``gpu_of``."""
         self.clear()
         for item, gpu in enumerate(gpu_of):
             self.put(item, int(gpu))
 
     def saved(self) -> np.ndarray:
-        """Return the seconds of transfer a request that an item on a GPU saves over a host of its own [items, GPUs]."""
+        """Return the seconds per request that an item on a GPU saves over being on its own host [items, GPUs]."""
         return (self.network - self.host) * self.near_host[:, self.host_of] + self.host * self.near
 
     def cost(self) -> float:
-        """Return the seconds of transfer a request (Eq. 2)."""
+        """Return the seconds of transfer per request (Eq. 2)."""
         items = np.arange(len(self.gpu_of))
         return float(self.network * self.traffic.sum() - self.saved()[items, self.gpu_of].sum()) / 2
 
     def greedy(self, order: np.ndarray) -> bool:
-        """Place the items of ``order``, each where it saves most, and of those where least is left.
+        """Place the items in ``order``, each on the GPU where it saves most; among equal ones, on the fullest.
 
-        Return False where an item fits no GPU; ``gpu_of`` then has the items placed before it.
+        Return False if an item fits no GPU; the items before it are then placed.
         """
         for item in order:
             left = self.free - self.sizes[:, item, None]
@@ -76,11 +81,12 @@ class PlacementState:
         return True
 
     def improve(self, until: float) -> None:
-        """Make the best move or swap of two items, until none pays or ``until`` is reached (time.perf_counter())."""
+        """Make the best move of an item or swap of two, until none helps or time.perf_counter() reaches ``until``."""
         while time.perf_counter() < until and (self._move() or self._swap()):
             pass
 
     def _move(self) -> bool:
+        """Make the best move of an item; return False if none helps."""
         saved = self.saved()
         gain = saved - saved[np.arange(len(self.gpu_of)), self.gpu_of][:, None]
         fits = (self.free[:, None, :] >= self.sizes[:, :, None] - SLACK).all(axis=0)
@@ -93,10 +99,11 @@ class PlacementState:
         return True
 
     def _swap(self) -> bool:
+        """Make the best swap of two items; return False if none helps."""
         at, saved = self.gpu_of, self.saved()
         swapped = saved[:, at]  # item i on the GPU of item j
         stays = swapped.diagonal()
-        # a pair that changes places counts each other as near where neither lies any longer
+        # Correct for the traffic between the two items, which counts each other's old GPU as near.
         hosts = self.host_of[at]
         closeness = np.where(
             at[:, None] == at[None, :],
@@ -106,7 +113,7 @@ class PlacementState:
         itself = self.traffic * (self.network - closeness)
         gain = swapped + swapped.T - stays[:, None] - stays[None, :] - 2 * itself
         for free, size in zip(self.free, self.sizes, strict=True):
-            more = size[:, None] - size[None, :]  # on j's GPU when i replaces j
+            more = size[:, None] - size[None, :]  # additional use of j's GPU if i replaces j
             gain = np.where((more <= free[at][None, :] + SLACK) & (-more <= free[at][:, None] + SLACK), gain, -np.inf)
         gain = np.where(at[:, None] == at[None, :], -np.inf, gain)
         a, b = (int(i) for i in np.unravel_index(gain.argmax(), gain.shape))
@@ -116,6 +123,7 @@ class PlacementState:
         return True
 
     def _exchange(self, a: int, b: int) -> None:
+        """Swap two items."""
         gpu_a, gpu_b = int(self.gpu_of[a]), int(self.gpu_of[b])
         self.put(a, gpu_a, -1)
         self.put(b, gpu_b, -1)
@@ -123,7 +131,7 @@ class PlacementState:
         self.put(b, gpu_a)
 
     def swap_some(self, rng: np.random.Generator, times: int) -> None:
-        """Swap random items that fit each other's GPU, at any cost."""
+        """Swap random pairs of items that fit each other's GPU, even if the cost grows."""
         for _ in range(20 * times):
             a, b = rng.integers(len(self.gpu_of), size=2)
             gpu_a, gpu_b = self.gpu_of[a], self.gpu_of[b]
@@ -136,7 +144,7 @@ class PlacementState:
                     return
 
     def relay(self, rng: np.random.Generator, hosts: int) -> None:
-        """Remove all items of some hosts and place them again, roughly largest first; undo it where they do not fit."""
+        """Place all items of some random hosts again, roughly the largest first; undo this if they do not fit."""
         before, chosen = self.gpu_of.copy(), rng.permutation(self.near_host.shape[1])[:hosts]
         removed = np.flatnonzero(np.isin(self.host_of[self.gpu_of], chosen))
         for item in removed:
@@ -147,7 +155,7 @@ class PlacementState:
 
 
 def orders(layout: Layout, cluster: Cluster) -> list[np.ndarray]:
-    """Return orders for a greedy start: largest first; replicas of neighbouring models together; giants first."""
+    """Return orders for greedy starts: largest items; replicas of neighbouring models together; large models first."""
     model, replica, partition = layout.items.T
     size = np.maximum(layout.item_memory / cluster.memory.max(), layout.item_load)
     turn = replica / np.maximum(layout.replicas, 1)[model]
@@ -155,12 +163,12 @@ def orders(layout: Layout, cluster: Cluster) -> list[np.ndarray]:
 
 
 def assign(
-    layout: Layout, cluster: Cluster, most_load: float, good_enough: float, until: float, seed: int = 0
+    layout: Layout, cluster: Cluster, most_load: float, good_enough: float, until: float
 ) -> tuple[float, np.ndarray] | None:
-    """Return the best assignment found (seconds of transfer a request, GPU of each item); None where no start fits.
+    """Return the best assignment found: seconds of transfer per request, and GPU of each item. None if no start fits.
 
-    Ends at a cost of ``good_enough`` or below, or when ``time.perf_counter()`` reaches ``until``; the starts are always
-    made. It is seeded: equal calls that time does not end give equal answers.
+    The search ends at a cost of at most ``good_enough``, after PATIENCE, or when time.perf_counter() reaches ``until``;
+    the greedy starts are always made. Unless time ends it, equal arguments give equal results.
     """
     state, best = PlacementState(layout, cluster, most_load), None
     for order in orders(layout, cluster):
@@ -171,7 +179,7 @@ def assign(
                 best = state.cost(), state.gpu_of.copy()
     if best is None or len(layout.items) < 2:
         return best
-    rng, since = np.random.default_rng(seed), 0
+    rng, since = np.random.default_rng(0), 0
     most_gpus = int(np.bincount(cluster.hosts).max())
     while best[0] > good_enough and since < PATIENCE * len(layout.items) and time.perf_counter() < until:
         state.restore(best[1])
@@ -184,6 +192,3 @@ def assign(
         if state.cost() < best[0] * (1 - 1e-9):
             best, since = (state.cost(), state.gpu_of.copy()), 0
     return best
-
-
-PATIENCE = 20  #: kicks an item, in a row without a better assignment

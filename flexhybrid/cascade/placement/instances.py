@@ -1,4 +1,4 @@
-"""From models, flow and rate to the placed items: replicas, partitions, their sizes, and the traffic between them."""
+"""Chooses replicas and partitions for models, flow and rate; returns the items to place, with sizes and traffic."""
 
 import itertools
 import math
@@ -12,45 +12,37 @@ from flexhybrid.cascade.cluster.served import Cluster, Flow, ServedModel
 from flexhybrid.core.errors import InputError, is_number
 from flexhybrid.core.units import gib
 
-MOST_CHOICES = 16  #: (R, S) that are evaluated, those with the fewest partitions first
-MOST_SORTED = 1 << 16  #: (R, S) that are put in that order: all of them up to sixteen models
-MORE_PARTITIONS = 1  #: beyond the fewest that fit a GPU
+MOST_CHOICES = 16  #: most choices (R, S) that are evaluated, those with the fewest partitions first
+MOST_SORTED = 1 << 16  #: most choices that are sorted for that; enough for all of up to sixteen models
+MORE_PARTITIONS = 1  #: partitions beyond the fewest that fit a GPU
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One (R, S) of §V-C for a rate: replicas, partitions and requests a batch of each model, all [models].
-
-    ``memory`` and ``load`` are of one partition of one replica: bytes, and kernel utilisation u (share of the time that
-    its kernels run, Eq. 4). A model that no request visits has no replica.
-    """
+    """A choice (R, S) of §V-C for a rate. Arrays are by model; a model that no request visits has no replica."""
 
     models: tuple[ServedModel, ...]
     flow: Flow
     rate: float  #: requests/s of the whole cascade
-    replicas: np.ndarray
-    partitions: np.ndarray
-    batch: np.ndarray
-    memory: np.ndarray
-    load: np.ndarray
+    replicas: np.ndarray  #: [models], R
+    partitions: np.ndarray  #: [models], S
+    batch: np.ndarray  #: [models], requests per batch
+    memory: np.ndarray  #: [models], bytes of one partition of one replica
+    load: np.ndarray  #: [models], its kernel utilisation u: the share of time that its kernels run (Eq. 4)
 
     @cached_property
     def items(self) -> np.ndarray:
-        """Return (model, replica, partition) of every placed item [items, 3]."""
-        rows = [
-            (m, r, s)
-            for m in range(len(self.models))
-            for r in range(self.replicas[m])
-            for s in range(self.partitions[m])
-        ]
+        """Model, replica and partition of every item [items, 3]."""
+        counts = zip(self.replicas.tolist(), self.partitions.tolist(), strict=True)
+        rows = [(m, r, s) for m, (replicas, parts) in enumerate(counts) for r in range(replicas) for s in range(parts)]
         return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
     @cached_property
     def traffic(self) -> np.ndarray:
-        """Return the bytes that a request of the cascade sends, on average, from item to item [items, items].
+        """Mean bytes per request of the cascade from item to item [items, items].
 
-        From the last partition of each replica of a model to the first of each of the next, spread evenly; within a
-        replica from each partition to the next. All other pairs are muted (§V-A).
+        Requests go from the last partition of each replica of a model to the first partition of each replica of the
+        next, evenly spread, and within a replica from partition to partition. Other pairs have no traffic (§V-A).
         """
         model, replica, partition = self.items.T
         first, last = partition == 0, partition == self.partitions[model] - 1
@@ -58,7 +50,7 @@ class Layout:
         output = np.array([served.output_bytes for served in self.models])
         hidden = np.array([served.hidden_bytes for served in self.models])
         replicas = np.maximum(self.replicas, 1)
-        between = (visits * output / replicas)[:, None] * onward / replicas[None, :]  # [models, models], a pair
+        between = (visits * output / replicas)[:, None] * onward / replicas[None, :]  # [models, models], per pair
         table = np.where(last[:, None] & first[None, :], between[np.ix_(model, model)], 0.0)
         same = (model[:, None] == model[None, :]) & (replica[:, None] == replica[None, :])
         step = same & (partition[:, None] + 1 == partition[None, :])
@@ -73,7 +65,7 @@ class Layout:
         return self.load[self.items[:, 0]]
 
     def name(self, item: int) -> str:
-        """Name an item: "GPT-XXL, replica 2 of 3, partition 1 of 2"."""
+        """Return the name of an item, like "GPT-XXL, replica 2 of 3, partition 1 of 2"."""
         model, replica, partition = self.items[item]
         words = [self.models[model].name]
         if self.replicas[model] > 1:
@@ -86,11 +78,11 @@ class Layout:
 def layouts(
     models: Sequence[ServedModel], flow: Flow, cluster: Cluster, rate: float, batch: int, most_load: float
 ) -> Iterator[Layout]:
-    """Yield every promising (R, S), those with the fewest partitions first.
+    """Yield promising choices (R, S), those with the fewest partitions first.
 
-    S goes from the fewest partitions that fit the largest GPU upwards; R is the fewest replicas with which a GPU for
-    one partition alone stays at ``most_load`` or below. R·S is then in proportion to ρ·l (§V-C), rounded up so that no
-    GPU is overloaded; more replicas would only add transfers. Raises InputError where a model cannot be made to fit.
+    S starts with the fewest partitions that fit the largest GPU. R is the least number of replicas for which a GPU with
+    one partition has a load of at most ``most_load``; more replicas would only add transfers. R·S is then proportional
+    to ρ·l (§V-C), rounded up so that no GPU is overloaded. Raise InputError if a model cannot fit.
     """
     check_rate(rate)
     if len(models) != len(flow.entry):
@@ -112,10 +104,10 @@ def layouts(
 def _fitting(
     model: ServedModel, share: float, rate: float, batch: int, most_load: float, largest: float
 ) -> Iterator[tuple[int, int, int, float, float]]:
-    """Yield (replicas, partitions, batch, bytes, load), in the order of Layout's fields, of each number of partitions
-    that fits: with the fewest replicas at most_load or below, or one more than batches of one request need.
+    """Yield (replicas, partitions, batch, bytes, load) of a model for each number of partitions that fits.
 
-    A batch of ``batch`` requests enters the cascade every batch/rate seconds; ρ·batch of it reach the model (§V-C).
+    The replicas are the fewest with a load of at most ``most_load``, or one more than batches of one request need. A
+    batch of ``batch`` requests enters the cascade every batch/rate seconds; ρ·batch of them reach the model (§V-C).
     """
     for partitions in range(1, model.max_partitions + 1):
         fewest = rate * share * model.seconds(model.max_batch) / model.max_batch / partitions / most_load
@@ -131,9 +123,10 @@ def _fitting(
 
 
 def _never_fits(model: ServedModel, batch: float, cluster: Cluster) -> str:
+    """Return the message about a model that fits no GPU."""
     memory = model.memory(min(model.max_batch, max(1, math.ceil(batch)))) / model.max_partitions
     largest = max(cluster.gpus, key=lambda gpu: gpu.memory)
-    cut = f"cut into {model.max_partitions}" if model.max_partitions > 1 else "which cannot be cut"
+    cut = f"in {model.max_partitions} partitions" if model.max_partitions > 1 else "which cannot be partitioned"
     return (
         f"no placement: {model.name}, {cut}, needs {gib(memory)} on a GPU; {largest.name}, the largest of "
         f"{len(cluster.gpus)}, lacks {gib(memory - largest.memory)} of its {gib(largest.memory)}"
@@ -141,5 +134,6 @@ def _never_fits(model: ServedModel, batch: float, cluster: Cluster) -> str:
 
 
 def check_rate(rate: float) -> None:
+    """Raise InputError for an impossible rate."""
     if not is_number(rate) or not 0 < rate < math.inf:
         raise InputError(f"rate is {rate!r} requests/s; it must be a number > 0")

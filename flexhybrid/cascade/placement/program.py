@@ -1,7 +1,7 @@
-"""The binary program of §V with PuLP and HiGHS, for cases small enough to be proved, and for a cluster's shortages.
+"""Solves the binary program of §V with PuLP and HiGHS for small cases, and finds what a cluster lacks.
 
-Eq. 2's products are linearised. T has three values only (same GPU, same host, network), so a pair needs no product for
-every two GPUs: it needs to know whether both lie on one GPU, and whether on one host.
+The products of Eq. 2 are linearised. T has only three values (same GPU, same host, network), so a pair of items needs
+no variable for every two GPUs, but only for "both on this GPU" and "both on this host".
 """
 
 import math
@@ -15,13 +15,16 @@ from flexhybrid.core.units import gib
 
 
 class ExactPlacement(NamedTuple):
-    cost: float  #: seconds of transfer a request; infinite without a placement
-    bound: float  #: lower bound on the cost; equals cost where the solver finished
-    gpu_of: np.ndarray | None  #: [items]; None without a placement
+    """The solver's result."""
+
+    cost: float  #: seconds of transfer per request; infinite without a placement
+    bound: float  #: lower bound on the cost; equal to the cost if the solver finished
+    gpu_of: np.ndarray | None  #: [items], GPU of each; None without a placement
 
 
 def binary_program(layout: Layout, cluster: Cluster, most_load: float):
-    """Return (problem, x, scale) of Eqs. 2 to 4; x[item][GPU]. Every row is named after its equation."""
+    """Return the program of Eqs. 2 to 4, its variables x[item][GPU], and the scale of the objective.
+    Rows are named after their equations."""
     import pulp
 
     gpus, hosts = range(len(cluster.gpus)), cluster.hosts
@@ -38,7 +41,7 @@ def binary_program(layout: Layout, cluster: Cluster, most_load: float):
         )
         problem += pulp.lpSum(layout.item_load[i] * x[i][g] for i in items) <= most_load, f"eq4_load_{g}"
     saved = []
-    scale = max(float(cluster.network_s_per_byte * layout.traffic.max()), 1e-300)  # a pair's cost near 1
+    scale = max(float(cluster.network_s_per_byte * layout.traffic.max()), 1e-300)  # so that costs are near 1
     for i, j in zip(*np.nonzero(layout.traffic), strict=True):
         weight = float(layout.traffic[i, j]) / scale
         for g in gpus:
@@ -59,9 +62,9 @@ def binary_program(layout: Layout, cluster: Cluster, most_load: float):
 def solve_exactly(
     layout: Layout, cluster: Cluster, most_load: float, time_limit: float, below: float = math.inf
 ) -> ExactPlacement:
-    """Find the placement of least transfer among those that cost less than ``below``.
+    """Return the placement of least transfer among those that cost less than ``below``.
 
-    Its bound is HiGHS's dual bound; infinite where the program is proved infeasible.
+    The bound is HiGHS's dual bound; infinite if the program is proved infeasible.
     """
     import pulp
 
@@ -84,13 +87,13 @@ def solve_exactly(
 
 
 def _solve(problem, time_limit: float, **options) -> bool | None:
-    """Run HiGHS; return whether its values are proved best, None where it has none."""
+    """Run HiGHS; return whether its values are proved optimal, None if it has none."""
     import pulp
 
     problem.solve(pulp.HiGHS(msg=False, timeLimit=max(0.1, time_limit), threads=1, **options))
     if problem.sol_status == pulp.LpSolutionOptimal:
         return True
-    # PuLP calls it feasible whenever time ran out, with or without values
+    # After a time limit PuLP reports a feasible solution, even without values.
     has_values = problem.sol_status == pulp.LpSolutionIntegerFeasible and problem.solverModel.getSolution().value_valid
     return False if has_values else None
 
@@ -103,10 +106,10 @@ def transfer_s(layout: Layout, cluster: Cluster, gpu_of: np.ndarray) -> float:
 def shortages(
     layout: Layout, cluster: Cluster, most_load: float, time_limit: float
 ) -> tuple[list[str] | None, np.ndarray | None]:
-    """Place everything with the least sum of shortages; return (each GPU's shortage, GPU of each item).
+    """Place all items with the least sum of shortages; return texts about shortages, and the GPU of each item.
 
-    The list is None where the solver did not finish; the GPUs are None where the list is not empty. Equal items are
-    counted (n[kind][GPU]), so that the program stays small for hundreds of GPUs.
+    The list is None if the solver did not finish; the GPUs are None if there are shortages. Equal items are counted
+    (n[kind][GPU]), so that the program stays small for hundreds of GPUs.
     """
     import pulp
 
@@ -139,7 +142,7 @@ def shortages(
 
 
 def _spread(layout: Layout, kinds: np.ndarray, count) -> np.ndarray:
-    """Turn counts by kind into the GPU of each item."""
+    """Return the GPU of each item from the solved counts by kind."""
     gpu_of = np.zeros(len(layout.items), dtype=int)
     for k, (model, partition) in enumerate(kinds):
         items = np.flatnonzero((layout.items[:, 0] == model) & (layout.items[:, 2] == partition))

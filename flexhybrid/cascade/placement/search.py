@@ -1,7 +1,8 @@
-"""Algorithm 3 (§V): the GPU of every partition of every replica of a cascade's models.
+"""Algorithm 3 (§V): places every partition of every replica of a cascade's models on a GPU.
 
-For every promising (R, S) it searches the placement of least transfer within memory and time. Where the binary program
-of the best (R, S) is small enough, its solver then improves that placement, or bounds how much better another can be.
+For each promising choice (R, S) of replicas and partitions, a search finds a placement with little transfer within the
+GPUs' memory and time. If the binary program of the best choice is small enough, its solver then improves that
+placement, or gives a bound on how much better another one can be.
 """
 
 import math
@@ -18,47 +19,43 @@ from flexhybrid.cascade.placement.program import shortages, solve_exactly, trans
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.units import gib
 
-MOST_LOAD = 0.8  #: kernel utilisation of a GPU; Eq. 4 has 1, at which queues grow without end
-SMALL = 160  #: items x GPUs up to which the search does for every (R, S) what it does for the best of many items
-BOUNDED = 640  #: items x GPUs up to which the binary program is solved; above, its bound stays near 0
-STARTS_SHARE = 0.3  #: of the time, to choose the (R, S) on which the remaining time is spent
-SEARCH_SHARE = 0.3  #: of the time, for the search where the binary program follows
-LEAST_GAIN = 1e-6  #: of the transfer time: a placement that is better by less is not looked for
+MOST_LOAD = 0.8  #: highest kernel utilisation of a GPU; Eq. 4 has 1, at which queues grow without end
+SMALL = 160  #: items x GPUs up to which every choice (R, S), not only the best one, gets a full search
+BOUNDED = 640  #: items x GPUs up to which the binary program is solved; above, its bound would be near 0
+STARTS_SHARE = 0.3  #: share of the time for choosing (R, S)
+SEARCH_SHARE = 0.3  #: share of the remaining time for the search, if the binary program follows
+LEAST_GAIN = 1e-6  #: share of the transfer time below which a gain does not count
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A placement. ``gpu_of`` [items] in the order of ``layout.items``; ``transfer_s`` seconds a request (Eq. 2).
-
-    ``bound_s``: a lower bound on the transfer_s of these replicas and partitions, None above BOUNDED; ``num_choices``:
-    (R, S) evaluated.
-    """
+    """A placement of a cascade."""
 
     layout: Layout
     cluster: Cluster
     most_load: float
-    gpu_of: np.ndarray
-    transfer_s: float
-    bound_s: float | None = None
+    gpu_of: np.ndarray  #: [items], GPU of each of ``layout.items``
+    transfer_s: float  #: seconds of transfer per request (Eq. 2)
+    bound_s: float | None = None  #: lower bound on transfer_s for these replicas and partitions; None: unknown
     how: str = "search"  #: or "binary program"
-    num_choices: int = 1
-    seconds: float = 0.0
+    num_choices: int = 1  #: number of choices (R, S) that were evaluated
+    seconds: float = 0.0  #: time of the search
 
     @property
     def gap(self) -> float | None:
-        """Return how far transfer_s may lie above the least, 0..1; None where no bound is known."""
+        """The share, 0..1, by which transfer_s may exceed the minimum; None without a bound."""
         if self.transfer_s <= 0:
             return 0.0
         return None if self.bound_s is None else max(0.0, 1 - self.bound_s / self.transfer_s)
 
     @property
     def memory(self) -> np.ndarray:
-        """Return the bytes filled [GPUs]."""
+        """The used bytes of each GPU [GPUs]."""
         return np.bincount(self.gpu_of, self.layout.item_memory, len(self.cluster.gpus))
 
     @property
     def load(self) -> np.ndarray:
-        """Return the kernel utilisation [GPUs]."""
+        """The kernel utilisation of each GPU [GPUs]."""
         return np.bincount(self.gpu_of, self.layout.item_load, len(self.cluster.gpus))
 
     def gpus_of(self, model: int) -> np.ndarray:
@@ -93,9 +90,9 @@ def plan(
     most_load: float = MOST_LOAD,
     time_limit: float = 10.0,
 ) -> Plan:
-    """Find the placement that serves ``rate`` requests/s with least transfer.
+    """Return a placement for ``rate`` requests/s with the least transfer found.
 
-    ``batch``: requests that enter together (§V-C). Raises InputError with each GPU's shortage where nothing fits.
+    ``batch``: requests that enter together (§V-C). Raise InputError with the GPUs' shortages if nothing fits.
     """
     check_limits(batch, most_load, time_limit)
     begun = time.perf_counter()
@@ -114,9 +111,9 @@ def most_rate(
     most_load: float = MOST_LOAD,
     time_limit: float = 10.0,
 ) -> float:
-    """Return the highest rate, requests/s, for which a placement is found, to 1 %.
+    """Return the highest rate in requests/s for which a placement is found, to 1 %.
 
-    Raises InputError where not even one request in a million seconds can be served: a model does not fit.
+    Raise InputError if a model does not fit, even at one request in a million seconds.
     """
     check_limits(batch, most_load, time_limit)
     begun = time.perf_counter()
@@ -132,7 +129,7 @@ def most_rate(
     work = sum(share * seconds for share, seconds in zip(flow.visits, full_batch_s, strict=True))
     low, high = 1e-6, len(cluster.gpus) * most_load / work * 1.01  # all GPUs at most_load
     if not fits(low):
-        plan(models, flow, cluster, low, batch, most_load, time_limit=time_limit)  # raises, with each GPU's shortage
+        plan(models, flow, cluster, low, batch, most_load, time_limit=time_limit)  # raises InputError
     while high / low > 1.01 and time.perf_counter() - begun < time_limit:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -140,13 +137,14 @@ def most_rate(
 
 
 def _packs(layout: Layout, cluster: Cluster, most_load: float) -> bool:
+    """Return whether a greedy start places all items."""
     if not _has_room(layout, cluster, most_load):
         return False
     return any(PlacementState(layout, cluster, most_load).greedy(order) for order in orders(layout, cluster))
 
 
 def _has_room(layout: Layout, cluster: Cluster, most_load: float) -> bool:
-    """Tell whether the cluster's memory and time are enough in sum (Algorithm 3, line 6)."""
+    """Return whether the cluster's total memory and time are enough (Algorithm 3, line 6)."""
     partitions = layout.replicas * layout.partitions
     memory, load = float(partitions @ layout.memory), float(partitions @ layout.load)
     return memory <= cluster.memory.sum() * (1 + 1e-9) and load <= most_load * len(cluster.gpus) * (1 + 1e-9)
@@ -155,9 +153,9 @@ def _has_room(layout: Layout, cluster: Cluster, most_load: float) -> bool:
 def _by_search(
     choices: list[Layout], cluster: Cluster, most_load: float, begun: float, time_limit: float
 ) -> Plan | None:
-    """Return the best choice's placement by search: starts for every choice, then the remaining time for the best.
+    """Return the best placement found by search; None if no greedy start fits.
 
-    None where no start fits.
+    Greedy starts of every choice decide which choice gets the remaining time.
     """
     small = all(len(layout.items) * len(cluster.gpus) <= SMALL for layout in choices)
     starts = []
@@ -171,7 +169,7 @@ def _by_search(
     if not starts:
         return None
     least = min(cost for cost, _, _ in starts) * (1 + LEAST_GAIN)
-    cost, layout, gpu_of = next(start for start in starts if start[0] <= least)  # of equals the fewest partitions
+    cost, layout, gpu_of = next(start for start in starts if start[0] <= least)  # the fewest partitions if equal
     now = time.perf_counter()
     share = SEARCH_SHARE if len(gpu_of) * len(cluster.gpus) <= BOUNDED else 1.0
     assigned = assign(layout, cluster, most_load, 0.0, now + share * (begun + time_limit - now))
@@ -181,7 +179,7 @@ def _by_search(
 
 
 def _by_program(placed: Plan, until: float) -> Plan:
-    """Return ``placed`` with the binary program's bound, or a placement of less transfer that its solver finds."""
+    """Return ``placed`` with the bound of the binary program, or a better placement found by its solver."""
     layout, cluster, most_load = placed.layout, placed.cluster, placed.most_load
     if placed.transfer_s <= 0:
         return replace(placed, bound_s=0.0)
@@ -195,7 +193,7 @@ def _by_program(placed: Plan, until: float) -> Plan:
 
 
 def _last_resort(choices: list[Layout], cluster: Cluster, most_load: float, time_limit: float) -> Plan:
-    """Find a placement by an integer program; raises InputError with the first choice's shortages."""
+    """Return a placement by an integer program. Raise InputError with the first choice's shortages if there is none."""
     lacking = []
     for layout in choices:
         texts, gpu_of = shortages(layout, cluster, most_load, max(2.0, time_limit))
@@ -206,31 +204,33 @@ def _last_resort(choices: list[Layout], cluster: Cluster, most_load: float, time
 
 
 def _infeasible(layout: Layout, cluster: Cluster, most_load: float, lacking: list[str] | None) -> str:
+    """Return the message that nothing fits. ``lacking``: texts about shortages; None: unknown."""
     partitions = layout.replicas * layout.partitions
     needs = (
         f"{len(layout.items)} partitions need {gib(float(partitions @ layout.memory))} and "
         f"{float(partitions @ layout.load):.3g} GPUs' time; there are {gib(cluster.memory.sum())} and "
-        f"{len(cluster.gpus)} GPUs, each to be busy up to {most_load:.0%}"
+        f"{len(cluster.gpus)} GPUs, of which each may be busy for {most_load:.0%} of the time"
     )
     if lacking is None:
-        return f"no placement found for {layout.rate:.4g} requests/s in the time given: {needs}"
+        return f"no placement found for {layout.rate:.4g} requests/s within the time limit: {needs}"
     shown = lacking[:3] + ([f"and {len(lacking) - 3} more GPUs"] if len(lacking) > 3 else [])
     return f"no placement for {layout.rate:.4g} requests/s: {'; '.join(shown)} ({needs})"
 
 
 def check_limits(batch: int, most_load: float, time_limit: float) -> None:
+    """Raise InputError for impossible limits."""
     check("batch", batch, is_integer(batch) and batch >= 1, "a whole number >= 1")
     if not 0 < most_load <= 1:
-        raise InputError(f"the most load of a GPU is {most_load!r}; it must lie in (0, 1]")
+        raise InputError(f"the most load of a GPU is {most_load!r}; it must be in (0, 1]")
     check("time_limit", time_limit, time_limit > 0, "seconds > 0")
 
 
 def describe(plan: Plan) -> str:
-    """Return a plan as text: models, GPUs, and its distance from the least transfer."""
+    """Return a plan as text: models, GPUs, and the distance from the optimum."""
     lines = [f"{plan.cluster.describe()}; {plan.layout.rate:.4g} requests/s"]
     for row in plan.to_dict()["models"]:
         if row["replicas"]:
-            cut = f" of {row['partitions']} partitions" if row["partitions"] > 1 else ""
+            cut = f" in {row['partitions']} partitions" if row["partitions"] > 1 else ""
             placed = "; ".join(", ".join(replica) for replica in row["gpus"][:4])
             more = f"; and {row['replicas'] - 4} more" if row["replicas"] > 4 else ""
             lines.append(
@@ -243,13 +243,13 @@ def describe(plan: Plan) -> str:
     busy, full = plan.load, plan.memory / plan.cluster.memory
     lines.append(f"  {len(set(used.tolist()))} GPUs used; the busiest {busy.max():.0%}, the fullest {full.max():.0%}")
     if plan.gap is None:
-        proof = "too many placements for a bound on the least"
+        proof = "too large for an optimality bound"
     else:
-        proof = "proved least" if plan.gap < 1e-6 else f"at most {plan.gap:.1%} above the least ({plan.bound_s:.4g})"
+        proof = "optimal" if plan.gap < 1e-6 else f"at most {plan.gap:.1%} above the optimum ({plan.bound_s:.4g})"
     lines.append(
-        f"  transfers {plan.transfer_s:.4g} s a request, {proof}; by {plan.how}, {plan.num_choices} choices of "
+        f"  transfers {plan.transfer_s:.4g} s per request, {proof}; by {plan.how}, {plan.num_choices} choices of "
         f"replicas and partitions, {plan.seconds:.2f} s"
     )
     if len(set(used.tolist())) < len(plan.load):
-        lines.append("  latency is not weighed: models on a GPU wait for each other; a lower --most-load spreads them")
+        lines.append("  not optimised for latency: models on one GPU wait for each other; lower --most-load to spread")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a cascade did: who computed, answered and failed, and the energy of it."""
+"""Counts the requests that each model of a cascade computed, answered and failed, and sums their energy."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,19 +15,19 @@ Tokenize = Callable[[str], list[int]]
 
 
 class Counts:
-    """How often each model computed, answered and failed. With ``tokenize`` texts are compared with labels by token."""
+    """Counts of a run. With ``tokenize``, generated texts and labels are compared token by token."""
 
     def __init__(self, cascade: Cascade, tokenize: Tokenize | None = None):
         self.cascade, self.tokenize = cascade, tokenize
         self.answered, self.visited, self.failed = Counter(), Counter(), Counter()
-        self.first_failure: dict[str, str] = {}  # reason, by model
+        self.first_failure: dict[str, str] = {}  # model -> reason of its first failure
         self.num_requests, self.num_right, self.num_fallbacks, self.num_tokens = 0, 0, 0, 0
         self.has_labels = True
 
     def add(
         self, answers: Sequence[Answer], labels: Sequence | np.ndarray | None = None, max_tokens: int | None = None
     ) -> None:
-        """Count answers; ``max_tokens``: the most that a generated one has."""
+        """Count answers. ``max_tokens``: most tokens of a generated answer."""
         self.num_requests += len(answers)
         self.has_labels &= labels is not None
         for i, answer in enumerate(answers):
@@ -43,8 +43,8 @@ class Counts:
                 self.num_right += bool(is_right)
 
     def record(self, joules: float | None, source: str) -> dict:
-        """Return what was counted as plain JSON values. ``joules`` were measured, by ``source``; None: they were not,
-        and the energies of the cascade's models are summed, if they are known."""
+        """Return the counts as plain JSON values. ``joules``: measured by ``source``; None: not measured.
+        Without a measurement, the known energies per request of the models are summed."""
         cascade, expected, num = self.cascade, self.cascade.expected, self.num_requests
         counters = {"answered": self.answered, "visited": self.visited, "failed": self.failed}
         rows = []
@@ -52,13 +52,13 @@ class Counts:
             counts = {key: counter[name] for key, counter in counters.items()}
             rows.append({"name": name, **counts, "first_failure": self.first_failure.get(name)})
         cost, share = None, None
-        if num and all(getattr(model, cascade.cost) is not None for model in cascade.models):  # a run needs no costs
+        if num and all(getattr(model, cascade.cost) is not None for model in cascade.models):  # costs may be unknown
             cost = sum(row["visited"] * c for row, c in zip(rows, cascade.costs.tolist())) / num
             share = cost / float(cascade.costs[-1])
         if joules is None and all(model.energy_j is not None for model in cascade.models):
             joules = sum(row["visited"] * (model.energy_j or 0.0) for row, model in zip(rows, cascade.models))
             of_fit = sorted({model.energy_source or "given" for model in cascade.models})
-            source = f"stated: what fit has for each model ({', '.join(of_fit)}); {source}"
+            source = f"stated: energy of each model by fit ({', '.join(of_fit)}); {source}"
         tokens = self.num_tokens if cascade.task == "generation" else None
         return {
             "num_requests": num,
@@ -75,10 +75,10 @@ class Counts:
 
 
 def _is_right(answer: Answer, label, max_tokens: int | None, tokenize: Tokenize | None) -> bool | None:
-    """Compare an output with a class, the positions of an extractive answer, or the tokens that an answer begins with.
+    """Return whether an output equals its label: a class, positions of an extractive answer, or first tokens.
 
-    As in ``fit``, of a label as many tokens count as an answer may have. None for a text beside a label of token ids
-    where there is no tokenizer.
+    As in ``fit``, only the first ``max_tokens`` tokens of a label count. None if a text and token ids cannot be
+    compared without a tokenizer.
     """
     output: Any = answer.output
     if isinstance(label, np.ndarray):

@@ -1,8 +1,8 @@
-"""Which models of a cascade share a process on Ray, and on which machine and GPU it runs.
+"""Decides which models of a cascade share a process on Ray, and on which machine and GPU a process runs.
 
-Without a plan all models share one process with the router, so that a request that goes on takes no hop; language
-models, and whatever is to be isolated, have a process each. With a plan each GPU of it is a process with the models
-there, and takes a whole GPU of a machine that stands for the plan's host.
+Without a plan, all models and the router share one process, so that requests need no transfers; language models, or
+models to be isolated, each have their own process. With a plan, there is a process for each GPU of the plan with its
+models. It gets a whole GPU of a machine that represents the plan's host.
 """
 
 import math
@@ -18,21 +18,20 @@ from flexhybrid.core.errors import InputError
 
 @dataclass(frozen=True)
 class Process:
-    """A process and what it holds."""
+    """A process with models."""
 
     name: str
-    batch: dict[int, int]  #: index of a model in the cascade -> most requests that it computes together
-    gpus: float | None = None  #: where the cluster has any; None: they are shared out evenly
-    host: str | None = None  #: the plan's name of its machine; None: any
-    memory: dict[int, int] = field(default_factory=dict)  #: of language models that share a GPU, each one's bytes of it
+    batch: dict[int, int]  #: index of a model in the cascade -> most requests of a batch
+    gpus: float | None = None  #: number of GPUs if the cluster has any; None: an even share
+    host: str | None = None  #: the plan's name of its machine; None: any machine
+    memory: dict[int, int] = field(default_factory=dict)  #: model -> its bytes of a GPU that language models share
 
 
 def processes_of(cascade: Cascade, plan: Path | None, isolate: bool = False) -> list[Process]:
-    """Return the processes of a cascade by a file of ``flexhybrid cascade plan``, or without a plan.
+    """Return the processes of a cascade, by a file of ``flexhybrid cascade plan`` or without one.
 
-    A model that the plan leaves out, since no request should visit it, has a process without a GPU: requests of models
-    that fail go to it. Raises InputError for a plan of other models, or one with partitions, which no executor here
-    runs.
+    A model without a place in the plan gets a process without a GPU, for requests of models that fail. Raise InputError
+    for a plan of other models, or with partitions, which are not supported.
     """
     if plan is None:
         if isolate or cascade.task == "generation":
@@ -48,21 +47,17 @@ def processes_of(cascade: Cascade, plan: Path | None, isolate: bool = False) -> 
             model = planned[name]
             if model["partitions"] > 1:
                 raise InputError(
-                    f"model {name} is planned in {model['partitions']} partitions, and a process here computes whole "
-                    "models: plan it in one partition, with its weights offloaded"
+                    f"model {name} is planned in {model['partitions']} partitions, which run does not support: plan it "
+                    "in one partition, with its weights offloaded"
                 )
             for (gpu,) in model["gpus"]:
                 held.setdefault(gpu, {})[place] = max(1, model["batch"])
             if not model["gpus"]:
                 unplanned.append(Process(name, {place: BATCH}, gpus=0.0))
-        shared = {name for name, places in held.items() if len(places) > 1 and cascade.task == "generation"}
-        return [
-            Process(
-                name, held[name], 1.0, gpu["host"], _parts(cascade, planned, held[name], gpu) if name in shared else {}
-            )
-            for name, gpu in gpus.items()
-            if name in held
-        ] + unplanned
+        shared = [name for name, places in held.items() if len(places) > 1 and cascade.task == "generation"]
+        parts = {name: _parts(cascade, planned, held[name], gpus[name]) for name in shared}
+        used = [(name, gpu["host"]) for name, gpu in gpus.items() if name in held]
+        return [Process(name, held[name], 1.0, host, parts.get(name, {})) for name, host in used] + unplanned
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
@@ -70,8 +65,7 @@ def processes_of(cascade: Cascade, plan: Path | None, isolate: bool = False) -> 
 
 
 def _parts(cascade: Cascade, planned: dict, held: dict[int, int], gpu: dict) -> dict[int, int]:
-    """Return each model's part of a GPU's bytes, in proportion to what the plan counts for it: alone, each would take
-    all that it finds free."""
+    """Return each model's part of a GPU's bytes, in proportion to the plan's; else a model would take all free ones."""
     counted = {place: planned[cascade.names[place]]["memory_bytes"] for place in held}
     return {place: int(gpu["memory_bytes"] * size / sum(counted.values())) for place, size in counted.items()}
 
@@ -81,9 +75,9 @@ def actor_options(
 ) -> list[dict[str, float | dict]]:
     """Return Ray's options for each process: num_cpus, num_gpus and resources.
 
-    ``free``: what the cluster has free. ``machines``: Ray's resource that names a machine -> its GPUs. Each host of the
-    plan becomes a machine with enough GPUs; on a cluster without GPUs, a process may run anywhere. Raises InputError
-    where the plan asks for more: Serve would wait for ever.
+    ``free``: free resources of the cluster. ``machines``: Ray's resource name of a machine -> its GPUs. Each host of
+    the plan becomes a machine with enough GPUs; on a cluster without GPUs, a process may run anywhere. Raise InputError
+    if the plan needs more GPUs, for which Serve would wait forever.
     """
     gpus = free.get("GPU", 0.0)
     cpus = min(1.0, math.floor(100 * free.get("CPU", 1.0) / (len(processes) + 1)) / 100)
@@ -93,16 +87,15 @@ def actor_options(
     even = 1 / math.ceil(sharing / gpus) if sharing else 0.0
     shares = [even if process.gpus is None else process.gpus for process in processes]
     if sum(shares) > gpus + 1e-6:
-        raise InputError(
-            f"the plan needs {sum(shares):.4g} GPUs, and the Ray cluster has {gpus:g} free: plan for those"
-        )
+        raise InputError(f"the plan needs {sum(shares):.4g} GPUs, and the Ray cluster has {gpus:g} free")
     machine_of = _machines_of(processes, machines)
     pins = [{machine_of[process.host]: 0.001} if process.host else {} for process in processes]
     return [{"num_cpus": cpus, "num_gpus": share, "resources": pin} for share, pin in zip(shares, pins, strict=True)]
 
 
 def _machines_of(processes: Sequence[Process], machines: dict[str, float]) -> dict[str | None, str]:
-    """Return a machine for each host of the plan: the host that needs most GPUs gets the one that has most."""
+    """Return host of the plan -> machine; hosts that need more GPUs get machines with more.
+    Raise InputError if a host needs more GPUs than its machine has."""
     needs = Counter(process.host for process in processes if process.host)
     most = sorted(machines.items(), key=lambda machine: (-machine[1], machine[0]))
     hosts = sorted(needs.items(), key=lambda need: (-need[1], need[0] or ""))
@@ -111,8 +104,8 @@ def _machines_of(processes: Sequence[Process], machines: dict[str, float]) -> di
         if at >= len(most) or most[at][1] < need:
             found = f"one with {most[at][1]:g}" if at < len(most) else "none left"
             raise InputError(
-                f"{host} of the plan needs a machine with {need} GPUs, and of the {len(most)} of the Ray cluster there "
-                f"is {found}: plan for those"
+                f"{host} of the plan needs a machine with {need} GPUs, but of the Ray cluster's {len(most)} machines "
+                f"there is {found}: make a plan for these"
             )
         chosen[host] = most[at][0]
     return chosen

@@ -2,9 +2,9 @@
 
     HTTP, or a file ──▶ router ──▶ process with model i ──▶ router ──▶ answer, or a process with a larger model
 
-Where all models are in one process (``processes``), the router is in it too. No request of a file is lost with a
-process that dies: another one, or its successor, is asked. If the router dies, a file's requests are sent again; HTTP
-requests under way get Ray Serve's status 500.
+If all models are in one process (``processes``), so is the router. If a process dies, another one, or its replacement,
+gets its requests. If the router dies, a file's requests are sent again, and current HTTP requests get Ray Serve's
+status 500.
 """
 
 import functools
@@ -26,44 +26,45 @@ from flexhybrid.cascade.serving.processes import Process, actor_options, process
 from flexhybrid.cascade.serving.router import ASK_AGAIN, Load, LocalRouter, RemoteRouter, Worker
 from flexhybrid.core.errors import InputError
 
-ROUTER = "router"
-HOST = "127.0.0.1"  #: the endpoint serves this machine alone: it has no access control
+ROUTER = "router"  #: name of the router's deployment
+HOST = "127.0.0.1"  #: the endpoint serves only this machine, as it has no access control
 LOADS = 2  #: attempts to load a model before the deployment fails
-START_S = 120  #: until which Ray Serve's HTTP endpoint must be up
-HEALTH_S = 2.0  #: between two health checks of a process, and for which one that ends may finish
-IDLE_S = 0.5  #: between two looks for requests under way of a process that is to end; Ray's own are 2 s apart
-FILE_REQUESTS = 10_000  #: of a file that the router may have at a time
+START_S = 120  #: seconds in which Ray Serve's HTTP endpoint must start
+HEALTH_S = 2.0  #: seconds between two health checks of a process, and for ending one
+IDLE_S = 0.5  #: seconds between two checks whether a process that is to end still has requests; Ray's default: 2
+FILE_REQUESTS = 10_000  #: most requests of a file at the router at a time
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A cascade at work."""
+    """A running cascade."""
 
-    #: Takes requests and the index of the first, returns their answers.
+    #: Returns the answers to requests, given with the index of the first one.
     answer: Callable[[Sequence | np.ndarray, int], list[Answer]]
-    #: Returns the joules that its machines took since it is at work, or None, and by what they were measured.
+    #: Returns the joules of its machines since the start (None: not measured), and the source of the joules.
     energy: Callable[[], tuple[float | None, str]]
-    #: Returns what was counted (``Counts.record``), where requests may come from elsewhere too.
+    #: Returns the counts (``Counts.record``) of a cascade with an HTTP endpoint.
     status: Callable[[], dict] | None = None
-    url: str | None = None
+    url: str | None = None  #: address of the HTTP endpoint
 
 
 @contextmanager
 def deployed(
     cascade: Cascade, loads: Sequence[Load], options: ServeOptions, say: Callable[[str], None]
 ) -> Iterator[Serving]:
-    """Serve the cascade at http://HOST:port/route; other applications of the cluster are left alone.
+    """Serve the cascade at http://HOST:port/route within the block. Other applications of the cluster keep running.
 
-    Raises InputError where Ray is not installed, an application of this name or route is served already, the port is
-    taken, the cluster cannot hold the processes, or a model cannot be loaded.
+    Raise InputError if Ray is not installed, the name, route or port is in use, the cluster is too small, or a model
+    cannot be loaded.
     """
     from flexhybrid.jobs.ray_cluster import check_stays, cluster
 
     processes = processes_of(cascade, options.plan, options.isolate)
     if options.detach:
         check_stays("--detach")
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(START_S))  # 5 s: too short on a busy machine
-    with redirect_stdout(sys.stderr), cluster(say) as ray:  # Ray prints its processes' output; stdout is for the result
+    # Ray's default of 5 s is too short for a busy machine.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(START_S))
+    with redirect_stdout(sys.stderr), cluster(say) as ray:  # Ray prints to stdout, which is for the result
         from ray import serve
         from ray.serve.exceptions import RayServeException
 
@@ -71,8 +72,8 @@ def deployed(
         was_served = bool(status.proxies)
         if options.name in status.applications:
             raise InputError(
-                f"an application {options.name!r} is served on this cluster already: give another --name, or end it "
-                f"with `flexhybrid cascade stop --name {options.name}`"
+                f"this cluster already has an application {options.name!r}: give another --name, or end it with "
+                f"`flexhybrid cascade stop --name {options.name}`"
             )
         port = _port_of_serve() if was_served else options.port
         if not was_served:
@@ -100,7 +101,7 @@ def deployed(
 
 
 def stop(name: str, say: Callable[[str], None]) -> dict:
-    """End an application that was detached; InputError where there is none of this name."""
+    """End a detached application; return its name. Raise InputError if there is none of this name."""
     from flexhybrid.jobs.ray_cluster import check_stays, cluster
 
     check_stays("cascade stop")
@@ -109,13 +110,13 @@ def stop(name: str, say: Callable[[str], None]) -> dict:
 
         served = sorted(serve.status().applications)
         if name not in served:
-            raise InputError(f"no application {name!r} is served on this cluster; it has {', '.join(served) or 'none'}")
+            raise InputError(f"this cluster has no application {name!r}; it has {', '.join(served) or 'none'}")
         serve.delete(name)
     return {"ended": name}
 
 
 def _end(serve, name: str, was_served: bool) -> None:
-    """End the application, and Serve with it where it began with it and has no other."""
+    """End the application, and Ray Serve too if it was started for it and has no other application."""
     if name in serve.status().applications:
         serve.delete(name)
     if not was_served and not serve.status().applications:
@@ -123,6 +124,7 @@ def _end(serve, name: str, was_served: bool) -> None:
 
 
 def _check_free(port: int) -> None:
+    """Raise InputError if the port cannot be used."""
     try:
         socket.create_server((HOST, port)).close()
     except (OSError, OverflowError) as error:
@@ -130,8 +132,8 @@ def _check_free(port: int) -> None:
 
 
 def _port_of_serve() -> int:
-    """Return the port of the endpoint that the cluster has; it cannot be changed while Serve is at work."""
-    from ray.serve.context import _get_global_client  # Serve has no public name for it
+    """Return the port of Ray Serve's running endpoint, which cannot be changed. Raise InputError if Serve is ending."""
+    from ray.serve.context import _get_global_client  # there is no public function for it
 
     client = _get_global_client()
     if client is None:
@@ -140,7 +142,7 @@ def _port_of_serve() -> int:
 
 
 def _start(serve, port: int) -> None:
-    """Start Ray Serve with its HTTP endpoint. Serve itself replaces an endpoint that is slow to come up."""
+    """Start Ray Serve with its HTTP endpoint, and wait for it. Raise InputError after START_S."""
     from ray.exceptions import RayError
 
     until = time.monotonic() + START_S
@@ -148,17 +150,17 @@ def _start(serve, port: int) -> None:
         serve.start(http_options={"host": HOST, "port": port})
     while {"HEALTHY"} != {status.value for status in serve.status().proxies.values()}:
         if time.monotonic() > until:
-            raise InputError(f"Ray Serve's HTTP endpoint did not come up within {START_S} s")
+            raise InputError(f"Ray Serve's HTTP endpoint did not start within {START_S} s")
         time.sleep(0.2)
 
 
 def _application(cascade: Cascade, loads: Sequence[Load], processes: Sequence[Process], options: ServeOptions, ray):
-    """Return the router with a deployment of each process behind it, ready for ``serve.run``."""
+    """Return the application for ``serve.run``: the router and a deployment for each process."""
     from ray import serve
 
     from flexhybrid.jobs.ray_cluster import ENVIRONMENT
 
-    installed = (sys.prefix, sys.base_prefix)  # modules that are not installed may be models
+    installed = (sys.prefix, sys.base_prefix)  # other folders may have modules with models
     own_folders = [folder or os.getcwd() for folder in sys.path if not folder.startswith(installed)]
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(own_folders)}
     free = ray.available_resources()
@@ -173,7 +175,7 @@ def _application(cascade: Cascade, loads: Sequence[Load], processes: Sequence[Pr
     }
     bound = []
     for process, given in zip(processes, actor_options(processes, free, _machines(ray)), strict=True):
-        # "auto" of a model is then the GPU that Ray gives, and without one the CPU
+        # With device "auto", a model then uses the GPU that Ray assigns, or else the CPU.
         blind = {} if given["num_gpus"] else {"CUDA_VISIBLE_DEVICES": ""}
         actor = {**given, "runtime_env": {"env_vars": {**environment, **blind}}}
         held = {place: loads[place] for place in process.batch}
@@ -198,7 +200,7 @@ def _application(cascade: Cascade, loads: Sequence[Load], processes: Sequence[Pr
 
 
 def _machines(ray) -> dict[str, float]:
-    """Return Ray's resource that names a machine -> its GPUs, of the cluster's machines that have any."""
+    """Return Ray's resource name of a machine -> its number of GPUs, for machines with GPUs."""
     machines = {}
     for node in ray.nodes():
         has = node["Resources"]
@@ -209,21 +211,23 @@ def _machines(ray) -> dict[str, float]:
 
 
 def _cause(error: Exception) -> str:
-    """Return the line with a failed deployment's reason: the last one of the traceback that Serve passes on."""
+    """Return the reason of a failed deployment: the last error line of the traceback in Serve's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[0])
 
 
 def _energy(handle) -> tuple[float | None, str]:
+    """Return the router's joules and their source."""
     from ray.exceptions import RayError
 
     try:
         return handle.energy.remote().result()
-    except RayError as error:  # answers are not lost for it
-        return None, f"not measured: the router did not say ({type(error).__name__})"
+    except RayError as error:  # not worth losing answers
+        return None, f"not measured: the router did not answer ({type(error).__name__})"
 
 
 def _answer_all(handle, requests: Sequence | np.ndarray, first: int) -> list[Answer]:
+    """Return the router's answers. Raise InputError if it dies ASK_AGAIN times."""
     from ray.exceptions import RayActorError
 
     answers: dict[int, Answer] = {}
@@ -231,7 +235,7 @@ def _answer_all(handle, requests: Sequence | np.ndarray, first: int) -> list[Ans
         missing = (i for i in range(len(requests)) if i not in answers)
         waiting = {i: handle.answer.remote(requests[i], first + i) for i in missing}
         for i, response in waiting.items():
-            with suppress(RayActorError):  # the router died: its successor is asked
+            with suppress(RayActorError):  # the router died: ask its replacement
                 answers[i] = response.result()
         if len(answers) == len(requests):
             return [answers[i] for i in range(len(requests))]
@@ -239,7 +243,7 @@ def _answer_all(handle, requests: Sequence | np.ndarray, first: int) -> list[Ans
 
 
 def stop_command(args) -> dict:
-    """Do what the arguments of the command line ask for."""
+    """Run the command ``stop``."""
     result = stop(args.name, functools.partial(print, file=sys.stderr))
     args.show(f"ended: {result['ended']}")
     return result

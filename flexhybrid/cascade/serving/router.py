@@ -1,7 +1,7 @@
-"""The parts of a served cascade that run on Ray: processes that hold models, and the router that asks them.
+"""The parts of a served cascade that run on Ray: processes with models, and the router that sends requests to them.
 
-A process computes the requests for a model in batches, and returns each one's output and confidence; logits stay there.
-A request is passed on to the next larger model when its model fails, does not answer in time, or is not to be had.
+A process computes requests in batches, and returns each one's output and confidence, but no logits. If a model fails,
+does not answer in time, or cannot be reached, its requests go on to the next larger model.
 """
 
 import asyncio
@@ -22,23 +22,22 @@ from flexhybrid.cascade.routes import Cascade
 from flexhybrid.cascade.serving.answers import Answer, Judgement, judge, note
 from flexhybrid.cascade.serving.counts import Counts
 
-AGAIN_S = 0.002  #: before a process is asked in the place of one that died
-ASK_AGAIN = 8  #: processes that may die during a request before it goes on to the next larger model
-METER_S = 10.0  #: within which a process must say what its machine's meter shows
+AGAIN_S = 0.002  #: seconds before another process is asked after one died
+ASK_AGAIN = 8  #: number of processes that may die during a request before it goes on to the next larger model
+METER_S = 10.0  #: seconds in which a process must return its machine's meter reading
 
-#: Returns a model, in the process that will hold it.
+#: Loads a model in the process that will run it.
 Load = Callable[[], Model]
-#: A model's output, its confidence (NaN where it failed), the reason of a failure, and the output's tokens.
+#: A model's output, its confidence (NaN if it failed), the reason of a failure, and the number of output tokens.
 ModelAnswer = tuple[object, float, str | None, int]
-#: Asks a process that holds a model.
+#: Sends a request to a process with a model.
 Ask = Callable[[object], Awaitable[ModelAnswer]]
-#: A machine's name, the joules that its meter shows (None: it shows none), and by what it measures.
+#: A machine's name, the joules of its meter (None: not measured), and the source of the joules.
 Reading = tuple[str, float | None, str]
 
 
 class Worker:
-    """Models in a process. Requests for a model that come while it computes are its next batch: a request that comes
-    alone waits for no other."""
+    """A process with models. Requests that arrive while a model computes are its next batch; no batch waits to fill."""
 
     def __init__(self, cascade: Cascade, loads: dict[int, Load], batch: dict[int, int], timeout_s: float):
         self.cascade, self.timeout_s = cascade, timeout_s
@@ -46,13 +45,13 @@ class Worker:
         on_gpu = any(getattr(model, "device", "cpu") == "cuda" for model in self.models.values())
         self.meter = Meter("cuda" if on_gpu else "cpu")
         self.threads = {place: ThreadPoolExecutor(1, f"model {cascade.names[place]}") for place in loads}
-        self.since: dict[int, float] = {}  # model -> when the batch that it computes was begun
+        self.since: dict[int, float] = {}  # model -> start time of its current batch
         self.batch, self.at_work = batch, set()
         self.waiting: dict[int, list[tuple[object, asyncio.Future]]] = {place: [] for place in loads}
-        self.tasks: set[asyncio.Task] = set()  # the loop itself keeps no reference
+        self.tasks: set[asyncio.Task] = set()  # references that the event loop does not keep
 
     async def ask(self, place: int, request) -> ModelAnswer:
-        """Return model ``place``'s answer."""
+        """Return the answer of model ``place``."""
         answer = asyncio.get_running_loop().create_future()
         self.waiting[place].append((request, answer))
         if place not in self.at_work:
@@ -66,11 +65,11 @@ class Worker:
         return socket.gethostname(), self.meter.joules, self.meter.source
 
     def check_health(self) -> None:
-        """Raise RuntimeError where a model has been at a batch for longer than the limit: Serve then replaces the
-        process, the only end of a thread that hangs."""
+        """Raise RuntimeError if a model's batch exceeds the time limit: Serve then replaces the process.
+        A thread that hangs cannot be ended otherwise."""
         for place, since in list(self.since.items()):
             if (took := time.monotonic() - since) > self.timeout_s:
-                raise RuntimeError(f"model {self.cascade.names[place]} has been at a batch for {took:.0f} s")
+                raise RuntimeError(f"model {self.cascade.names[place]} has computed a batch for {took:.0f} s")
 
     async def _answer_waiting(self, place: int) -> None:
         while waiting := [(request, answer) for request, answer in self.waiting[place] if not answer.done()]:
@@ -78,20 +77,20 @@ class Worker:
             answers: list[ModelAnswer]
             try:
                 answers = await self.compute(place, [request for request, _ in now])
-            except Exception as error:  # none may wait for ever
+            except Exception as error:  # so that no request waits forever
                 answers = [(None, math.nan, f"{type(error).__name__}: {first_line(error)}", 0)] * len(now)
             for (_, answer), value in zip(now, answers, strict=True):
-                if not answer.done():  # whoever asked may have given up
+                if not answer.done():  # the caller may have cancelled it
                     answer.set_result(value)
         self.waiting[place].clear()
         self.at_work.discard(place)
 
     async def compute(self, place: int, requests: Sequence) -> list[ModelAnswer]:
-        """Return a model's answers to a batch; where it takes too long, failures."""
+        """Return a model's answers to a batch, or failures if it takes too long."""
         late: list[ModelAnswer] = [(None, math.nan, f"no answer within {self.timeout_s:g} s", 0)] * len(requests)
-        if place in self.since:  # its thread still is at a batch that was given up
+        if place in self.since:  # the thread still computes a batch that timed out
             return late
-        # on a thread, so that the process still answers its controller
+        # A thread, so that the process still answers Serve's controller.
         job = functools.partial(judge, self.cascade, place, self.models[place], stacked(requests))
         self.since[place] = time.monotonic()
         work = asyncio.get_running_loop().run_in_executor(self.threads[place], job)
@@ -104,16 +103,16 @@ class Worker:
 
 
 def stacked(requests: Sequence) -> list | np.ndarray:
-    """Stack arrays of one shape; of several shapes, each request is judged alone, and the model may refuse it."""
+    """Return requests as one array if they are arrays of one shape, else as a list, whose parts a model may refuse."""
     shapes = {request.shape if isinstance(request, np.ndarray) else None for request in requests}
     return list(requests) if len(shapes) > 1 or None in shapes else np.stack(requests)
 
 
 class Router:
-    """Sends each request from model to model until one is sure.
+    """Sends each request from model to model until one is confident.
 
-    ``asks`` [models][holders]: asks a process that holds the model; the one with the fewest requests is asked.
-    ``meters``: each returns the reading of a process's machine.
+    ``asks`` [models][processes]: functions that send a request to a process with the model; the process with the fewest
+    requests is chosen. ``meters``: functions that return the reading of a process's machine.
     """
 
     def __init__(
@@ -124,12 +123,11 @@ class Router:
         meters: Sequence[Callable[[], Awaitable[Reading]]] = (),
     ):
         self.cascade, self.asks, self.limits, self.meters = cascade, asks, limits, meters
-        self.asked = [[0] * len(holders) for holders in asks]  # requests that each holder has
+        self.asked = [[0] * len(holders) for holders in asks]  # number of requests at each process
         self.under_way, self.counts = 0, Counts(cascade)
 
     async def answer(self, request, index: int, patience_s: float | None = None) -> Answer:
-        """Answer a request; ``index`` is its place in the file. A model that takes longer than ``patience_s`` is
-        passed over."""
+        """Answer request ``index`` of a file. ``patience_s``: seconds after which a model counts as failed."""
         answer, i = Answer(index), 0
         while i < len(self.asks):
             output, sure, reason, tokens = await self._ask(i, request, patience_s)
@@ -147,7 +145,7 @@ class Router:
             asked[holder] += 1
             try:
                 return await asyncio.wait_for(self.asks[i][holder](request), patience_s)
-            except RayActorError:  # its process died: another one, or its successor, is asked
+            except RayActorError:  # the process died: ask another one, or its replacement
                 refused += 1
                 await asyncio.sleep(AGAIN_S)
             except TimeoutError:
@@ -156,21 +154,21 @@ class Router:
                 return None, math.nan, f"{type(error).__name__}: {first_line(error)}", 0
             finally:
                 asked[holder] -= 1
-        return None, math.nan, f"{ASK_AGAIN} of its processes died of it", 0
+        return None, math.nan, f"{ASK_AGAIN} processes of the model died during the request", 0
 
     async def energy(self) -> tuple[float | None, str]:
-        """Return the joules of the machines that hold models since they hold them, and by what they were measured."""
+        """Return the joules of all machines with models since the models were loaded, and the source of the joules."""
         readings: dict[str, Reading] = {}
         shown = await asyncio.gather(
             *(asyncio.wait_for(meter(), METER_S) for meter in self.meters), return_exceptions=True
         )
         for reading in shown:
             if isinstance(reading, BaseException):
-                return None, f"not measured: a process did not say what its machine's meter shows ({reading!r})"
+                return None, f"not measured: a process did not return its machine's meter reading ({reading!r})"
             name, joules, source = reading
             if joules is None:
                 return None, f"{source} ({name})" if len(self.meters) > 1 else source
-            if name not in readings or joules > (readings[name][1] or 0.0):  # a process that was replaced began later
+            if name not in readings or joules > (readings[name][1] or 0.0):  # of the oldest process on the machine
                 readings[name] = reading
         if not readings:
             return None, "not measured: no process has a meter"
@@ -180,28 +178,27 @@ class Router:
         return total, "; ".join(sources) + more
 
     async def status(self) -> dict:
-        """Return what was counted since the router began, as plain JSON values."""
+        """Return the counts since the router started, as plain JSON values."""
         return {"under_way": self.under_way, **self.counts.record(*await self.energy())}
 
     async def __call__(self, http):
-        """Answer a POST of {"x": …}, {"text": …}, or for generation {"prompt": …}, with the Answer as JSON; a GET with
-        the ``status``.
+        """Answer a POST of {"x": …}, {"text": …}, or for generation {"prompt": …}, with the Answer as JSON.
 
-        The status is 503 where no model could answer, or too many requests are under way (then with Retry-After), and
-        400 for a body that is no request.
+        Answer a GET with the ``status``. The HTTP status is 503 if no model could answer, or if too many requests run
+        (then with Retry-After), and 400 for a wrong body.
         """
         from starlette.responses import JSONResponse
 
         if http.method == "GET":
             return JSONResponse(await self.status())
         if self.under_way >= self.limits.queue:
-            full = {"error": f"{self.under_way} requests are under way, and more are not taken: ask again later"}
+            full = {"error": f"{self.under_way} requests are under way, and no more are accepted: try again later"}
             return JSONResponse(full, status_code=503, headers={"Retry-After": "1"})
         self.under_way += 1
         try:
             try:
                 request = request_of(await http.json(), self.cascade.task, self.cascade.x_dtype)
-            except ValueError as error:  # InputError, or no JSON
+            except ValueError as error:  # InputError, or not JSON
                 return JSONResponse({"error": f"the body is no request: {error}"}, status_code=400)
             answer = await self.answer(request, 0, self.limits.timeout_s)
         finally:
@@ -210,7 +207,7 @@ class Router:
 
 
 class RemoteRouter(Router):
-    """A router before processes of Ray. ``held`` [processes]: the models that each one holds."""
+    """A router for processes of Ray. ``held`` [processes]: the models of each."""
 
     def __init__(self, cascade: Cascade, held: Sequence[Sequence[int]], limits: ServeOptions, *handles):
         asks: list[list[Ask]] = [[] for _ in cascade.models]
@@ -221,7 +218,7 @@ class RemoteRouter(Router):
 
 
 class LocalRouter(Router):
-    """A router in one process with all models."""
+    """A router in the same process as all models."""
 
     def __init__(self, cascade: Cascade, loads: dict[int, Load], batch: dict[int, int], limits: ServeOptions):
         self.worker = Worker(cascade, loads, batch, limits.timeout_s)

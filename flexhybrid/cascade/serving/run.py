@@ -1,7 +1,7 @@
-"""``flexhybrid cascade run``: a file of requests through a cascade of local models, or of deployments of Ray Serve.
+"""``flexhybrid cascade run``: answers a file of requests with a cascade of local models, or serves it with Ray Serve.
 
-A chunk of requests goes through the models from small to large (``answers``); each model gets those that reach it.
-The energy is that of answering: loading the models is not in it.
+Requests go through the models from small to large (``answers``), chunk by chunk. The reported energy does not include
+loading the models.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from flexhybrid.cascade.serving.counts import Counts, Tokenize
 from flexhybrid.cascade.serving.ray_serve import Serving, deployed
 from flexhybrid.core.errors import InputError, file_errors
 
-CHUNK = 1024  #: requests on their way through the models together
+CHUNK = 1024  #: number of requests that go through the models together
 
 
 def run(options: CascadeRunOptions, say: Callable[[str], None] = print) -> dict:
-    """Write a line of JSON a request, in the input's order; return a record of the models' answers.
+    """Write a line of JSON per request, in the input's order; return a record of the models' answers.
 
-    Raises InputError, before any request is served, for models that cannot be found.
+    Raise InputError, before any request is answered, for wrong options or models that cannot be found.
     """
     files = (options.input, options.output)
     if None in files and (files != (None, None) or options.engine != "ray"):
-        raise InputError("-i and -o name the requests and the answers; only --engine ray serves without a file")
+        raise InputError("give files of requests and answers with -i and -o; only --engine ray serves without files")
     if options.output is not None and options.output.exists() and not options.restart:
-        raise InputError(f"{options.output} is there already: name another file, or write over it with --overwrite")
+        raise InputError(f"{options.output} exists: give another file, or overwrite it with --overwrite")
     cascade = Cascade.load(options.cascade)
     loads = _loads(cascade, options)
     is_ray = options.engine == "ray"
@@ -45,7 +45,7 @@ def run(options: CascadeRunOptions, say: Callable[[str], None] = print) -> dict:
     if options.input is None or options.output is None:
         return _serve(opened, options.serving.detach)
     if options.serving.detach:
-        raise InputError("--detach serves without a file: -i and -o are answered by the command that has them")
+        raise InputError("--detach serves without files: leave out -i and -o")
     requests, labels = read_requests(options.input, cascade.task)
     counts = Counts(cascade, _tokenize(loads) if cascade.task == "generation" and labels is not None else None)
     with file_errors(f"write {options.output}"), opened as at_work, options.output.open("w", encoding="utf-8") as out:
@@ -59,12 +59,12 @@ def run(options: CascadeRunOptions, say: Callable[[str], None] = print) -> dict:
         after, source = at_work.energy()
     joules = None if before is None or after is None else after - before
     if joules is not None and joules < 0:
-        joules, source = None, "not measured: the process that measured was replaced"
+        joules, source = None, "not measured: a process with a meter was replaced"
     return {"path": str(options.output), **counts.record(joules, source)}
 
 
 def _serve(opened: contextlib.AbstractContextManager[Serving], detach: bool) -> dict:
-    """Serve until Ctrl-C, or go and leave the cascade serving; return its address and what it did."""
+    """Serve until Ctrl-C, or with ``detach`` leave the cascade running; return its address and counts."""
     with opened as at_work:
         if detach or at_work.status is None:
             return {"url": at_work.url}
@@ -75,7 +75,7 @@ def _serve(opened: contextlib.AbstractContextManager[Serving], detach: bool) -> 
 
 
 def _tokenize(loads: Sequence[functools.partial]) -> Tokenize | None:
-    """Return the tokenizer of the first model that has one, without what it puts around a text."""
+    """Return the first tokenizer of a model, without special tokens; None if no model has one."""
     from flexhybrid.requests import load_tokenizer
 
     folders = (Path(load.args[1]) for load in loads)
@@ -84,7 +84,7 @@ def _tokenize(loads: Sequence[functools.partial]) -> Tokenize | None:
 
 
 def _loads(cascade: Cascade, options: CascadeRunOptions) -> list[functools.partial[Model]]:
-    """Return a function for each model that loads it; raises InputError for a model that cannot be found."""
+    """Return a function for each model that loads it. Raise InputError for a model that cannot be found."""
     sources = {model.name: model.source for model in cascade.models}
     for text in options.models:
         name, source = named_path(text)
@@ -92,7 +92,7 @@ def _loads(cascade: Cascade, options: CascadeRunOptions) -> list[functools.parti
             raise InputError(f"{options.cascade} has no model {name!r}; it has {', '.join(sources)}")
         sources[name] = source
     if missing := [name for name, source in sources.items() if source is None]:
-        raise InputError(f"where is model {missing[0]}? Say it with --models {missing[0]}=PATH")
+        raise InputError(f"the path of model {missing[0]} is unknown: give it with --models {missing[0]}=PATH")
     policies, loads = named_policies(options.policies, cascade.names, cascade.task), []
     for name, source in sources.items():
         check_source(name, source or "", cascade.task)
@@ -104,7 +104,7 @@ def _loads(cascade: Cascade, options: CascadeRunOptions) -> list[functools.parti
 
 @contextlib.contextmanager
 def _here(cascade: Cascade, loads: Sequence[Callable[[], Model]]) -> Iterator[Serving]:
-    """Hold the models in this process."""
+    """Run the models in this process within the block."""
     with contextlib.ExitStack() as stack:
         models = []
         for load in loads:
@@ -130,20 +130,20 @@ def describe_run(result: dict) -> str:
         )
     totals = [f"{num} requests, {result['unanswered']} unanswered"]
     if result["fallbacks"]:
-        totals.append(f"{result['fallbacks']} by a model that was not sure, since all larger ones failed")
+        totals.append(f"{result['fallbacks']} answered by an unsure model because all larger ones failed")
     if result["accuracy"] is not None:
         totals.append(f"accuracy {result['accuracy']:.2%}")
     if result["cost_per_request"] is not None:
         totals.append(
-            f"{result['cost']} of a request {result['cost_per_request']:.4g}, {result['share_of_largest']:.1%} of the "
-            "largest's"
+            f"{result['cost']} per request {result['cost_per_request']:.4g}, {result['share_of_largest']:.1%} of the "
+            "largest model's"
         )
     lines += ["", describe_energy(result)]
     return "\n".join([*lines, f"{', '.join(totals)}: {result.get('path') or result['url']}"])
 
 
 def command(args) -> dict:
-    """Do what the arguments of the command line ask for."""
+    """Run the command ``run``."""
     with tqdm(desc="cascade", unit="request", file=sys.stderr, disable=args.json or None, leave=False) as bar:
         serving = options_from(ServeOptions, args)
         options = options_from(CascadeRunOptions, args, serving=serving, on_progress=bar.update)

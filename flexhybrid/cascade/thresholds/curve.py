@@ -1,6 +1,6 @@
-"""The curve of accuracy against cost, and its two points AP and EO (HybridServe, Sec. IV-B).
+"""The curve of accuracy against cost, and its points AP and EO (HybridServe, Sec. IV-B).
 
-Shapes: M models, N requests of the validation set, P points or sets of thresholds.
+Shapes: M models, N requests of the validation set, P points, which are sets of thresholds.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from flexhybrid.core.errors import InputError
 
 @dataclass(frozen=True)
 class Answers:
-    """Every model's answer to every request of a validation set, and the cost of a request on each model."""
+    """The answers of every model to every request of a validation set."""
 
-    correct: np.ndarray  #: [M, N] bool
+    correct: np.ndarray  #: [M, N] bool: whether the answer is right
     confidence: np.ndarray  #: [M, N] in 0 .. 1; the last model's is not used
-    cost: np.ndarray  #: [M] of a request, > 0
+    cost: np.ndarray  #: [M] cost of a request, > 0
 
     def __post_init__(self):
         if self.correct.ndim != 2 or self.correct.shape != self.confidence.shape or not self.correct.size:
             raise InputError(f"correct {self.correct.shape} and confidence {self.confidence.shape} must be one shape")
         if self.cost.shape != (self.num_models,) or not (np.isfinite(self.cost) & (self.cost > 0)).all():
-            raise InputError(f"{self.num_models} models need as many costs above 0, not {self.cost}")
+            raise InputError(f"{self.num_models} models need {self.num_models} costs above 0, not {self.cost}")
         if not ((self.confidence >= 0) & (self.confidence <= 1)).all():
             raise InputError("confidences must be numbers between 0 and 1")
 
@@ -39,19 +39,19 @@ class Answers:
         return self.correct.shape[1]
 
     def only(self, models: list[int]) -> Answers:
-        """Return the answers of some of the models."""
+        """Return the answers of some models, given by index."""
         return Answers(self.correct[models], self.confidence[models], self.cost[models])
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Sets of thresholds of which none is as accurate as another and cheaper: accuracy and cost grow together."""
+    """Pareto-optimal sets of thresholds, by growing accuracy and cost."""
 
     thresholds: np.ndarray  #: [P, M − 1]
-    num_correct: np.ndarray  #: [P] requests answered right, growing
-    cost: np.ndarray  #: [P] mean of a request, growing
+    num_correct: np.ndarray  #: [P] number of right answers, growing
+    cost: np.ndarray  #: [P] mean cost of a request, growing
     num_requests: int
-    exact: bool  #: whether no set of thresholds lies above the curve
+    exact: bool  #: whether all sets of thresholds were considered
 
     def __len__(self) -> int:
         return len(self.cost)
@@ -62,16 +62,16 @@ class Curve:
 
 
 class Choice(NamedTuple):
-    """A point of a curve, and what its thresholds do after caution."""
+    """A point of a curve, with its thresholds and results after caution."""
 
-    point: int
+    point: int  #: index in the curve
     thresholds: np.ndarray  #: [M − 1]
     num_correct: int
-    cost: float  #: mean of a request
+    cost: float  #: mean cost of a request
 
 
 def evaluate(answers: Answers, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (right answers [P], mean cost of a request [P]) for sets of thresholds [P, M − 1], without skips."""
+    """Return the number of right answers [P] and the mean cost [P] of sets of thresholds [P, M − 1], without skips."""
     thresholds = np.asarray(thresholds, dtype=float)
     shape = (len(thresholds), answers.num_requests)
     going_on, num_correct = np.ones(shape, dtype=bool), np.zeros(len(thresholds), dtype=int)
@@ -87,16 +87,16 @@ def evaluate(answers: Answers, thresholds: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def pareto(num_correct: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """Return the indices of the points that no other beats, by growing accuracy; one of equal points."""
+    """Return the indices of the Pareto-optimal points by growing accuracy, and one of equal points."""
     order = np.lexsort((-num_correct, cost))  # cheapest first
     best_before = np.maximum.accumulate(np.concatenate([[-1], num_correct[order]]))[:-1]
     return order[num_correct[order] > best_before]
 
 
 def accuracy_preserving(curve: Curve, num_correct: int) -> int:
-    """Return the cheapest point with at least ``num_correct`` right answers (AP: as many as the largest model has).
+    """Return the cheapest point with at least ``num_correct`` right answers (for AP: those of the largest model).
 
-    Raises InputError if no point has as many.
+    Raise InputError if there is none.
     """
     places = np.flatnonzero(curve.num_correct >= num_correct)
     if not len(places):
@@ -108,11 +108,11 @@ def accuracy_preserving(curve: Curve, num_correct: int) -> int:
 
 
 def energy_optimal(curve: Curve, least: int, most: int) -> int:
-    """Return EO: the point with the largest second difference of cost over accuracy, beyond which accuracy is dear.
+    """Return EO, the point with the largest second difference of cost over accuracy, after which accuracy is expensive.
 
-    It is one of the points with ``least`` .. ``most`` requests right (the paper: the second-largest and the largest
-    model's). Between neighbouring points one request apart the second difference is noise, so it is taken on the lower
-    convex hull, with the hull's uneven steps. Without an inner point of the hull it is the cheapest point.
+    Candidates are the points with ``least`` to ``most`` right answers (in the paper, those of the second-largest and of
+    the largest model). Second differences of neighbouring points are noise, so they are taken on the lower convex hull,
+    with its uneven steps. If the hull has no inner point, return the cheapest candidate.
     """
     inside = np.flatnonzero((curve.num_correct >= least) & (curve.num_correct <= max(most, least)))
     if not len(inside):
@@ -127,12 +127,12 @@ def energy_optimal(curve: Curve, least: int, most: int) -> int:
 
 
 def cautious(answers: Answers, curve: Curve, points: Sequence[int], least: int, caution: float) -> Choice:
-    """Return the choice among ``points`` whose thresholds cost least once caution has divided the doubt 1 − t.
+    """Return the choice among ``points`` that costs least after 1 − t of each threshold t is divided by ``caution``.
 
-    Raises InputError where none has ``least`` requests right after caution.
+    Raise InputError if none has ``least`` right answers after that.
     """
     thresholds = curve.thresholds[points]
-    thresholds = thresholds + (1 - thresholds) * (1 - 1 / caution)  # with caution 1 the same to the last digit
+    thresholds = thresholds + (1 - thresholds) * (1 - 1 / caution)  # exactly equal for caution 1
     num_correct, cost = evaluate(answers, thresholds)
     best = int(np.where(num_correct >= least, cost, np.inf).argmin())
     if num_correct[best] < least:
@@ -144,7 +144,7 @@ def cautious(answers: Answers, curve: Curve, points: Sequence[int], least: int, 
 
 
 def lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
-    """Return the indices of the corners of the lower convex hull of points with growing x (Andrew's monotone chain)."""
+    """Return the indices of the lower convex hull's corners, for points with growing x (Andrew's monotone chain)."""
     hull: list[int] = []
     for i in range(len(x)):
         while len(hull) > 1:

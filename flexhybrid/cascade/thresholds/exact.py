@@ -1,12 +1,12 @@
-"""The best thresholds: every set of them that routes the validation set differently is evaluated.
+"""Finds the best thresholds: evaluates every set of thresholds that routes the validation set differently.
 
-All thresholds between two neighbouring confidences give one route, so a model has as many thresholds as distinct
-confidences, and one more. Few of them matter. Lowering a threshold past requests that the model answers
-right adds right answers and saves the cost of larger models, whatever the other thresholds: only thresholds just above
-a wrong answer remain, and 0. A model with 20 errors has 21.
+Thresholds between two neighbouring confidences give the same routes, so a model has one candidate more than distinct
+confidences. Few of these matter. Lowering a threshold past requests that the model answers right adds right answers and
+saves the cost of larger models, whatever the other thresholds are. So only 0 and thresholds just above a wrong answer
+remain: a model with 20 errors has 21.
 
-The thresholds of all models but the last two are enumerated; those two are a table of cumulative sums each time: how
-many requests pass both, and how many of these the next model has right.
+The thresholds of all models except the last two are enumerated. For these two, tables of cumulative sums have the
+numbers of requests that pass both, and of those that the next model answers right.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ import numpy as np
 
 from flexhybrid.cascade.thresholds.curve import Answers, Curve
 
-#: Sets of thresholds evaluated before candidates are thinned out; some 10 ns each.
+#: Number of sets above which candidates are thinned out; a set takes about 10 ns.
 MAX_SETS = 500_000_000
 
 
 def candidates(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
-    """Return the thresholds of a model [K], growing from 0, that may be best: confidence [N] in 0 .. 1, correct [N].
+    """Return the candidate thresholds of a model [K], growing from 0, by its ``confidence`` [N] and ``correct`` [N].
 
-    They lie in the middle between neighbouring confidences; the last is 1 (no request is answered) if the surest
-    request is wrong.
+    They are in the middle between neighbouring confidences. The last one is 1 (the model answers no request) if the
+    most confident answer is wrong.
     """
     distinct, group = np.unique(confidence, return_inverse=True)
     has_error = np.bincount(group, ~correct, len(distinct)) > 0
@@ -35,10 +35,10 @@ def candidates(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
 
 
 def exact_curve(answers: Answers, max_sets: int = MAX_SETS) -> Curve:
-    """Return the curve: for every reachable number of right answers the least cost.
+    """Return the curve with the least cost for every reachable number of right answers.
 
-    Where more than ``max_sets`` sets of thresholds remain, all models keep equally many candidates, evenly among their
-    own, and the curve is marked as not exact. A request of confidence 1 is answered at every threshold.
+    With more than ``max_sets`` sets of thresholds, every model keeps the same number of evenly spaced candidates, and
+    the curve is marked as not exact. A request of confidence 1 is answered at every threshold.
     """
     all_candidates = [candidates(answers.confidence[i], answers.correct[i]) for i in range(answers.num_models - 1)]
     choices, exact = _thinned(all_candidates, max_sets)
@@ -51,7 +51,7 @@ def exact_curve(answers: Answers, max_sets: int = MAX_SETS) -> Curve:
 
 
 def _thinned(lists: list[np.ndarray], max_sets: int) -> tuple[list[np.ndarray], bool]:
-    """Cut the longest lists, to at most ``max_sets`` combinations; return (lists, whether none was cut)."""
+    """Return the lists, the longest ones thinned out to at most ``max_sets`` combinations, and whether none was."""
     longest = max(map(len, lists), default=0)
     keep = longest
     while keep > 2 and np.prod([float(min(len(values), keep)) for values in lists]) > max_sets:
@@ -64,19 +64,20 @@ def _thinned(lists: list[np.ndarray], max_sets: int) -> tuple[list[np.ndarray], 
 
 @dataclass
 class _Search:
-    """Enumerates candidates; ``levels[i][n]``: model i answers request n at candidates below this place."""
+    """Enumerates sets of candidates."""
 
     answers: Answers
-    levels: list[np.ndarray]
-    sizes: list[int]
+    levels: list[np.ndarray]  #: [model][request]: the model answers at candidates before this index
+    sizes: list[int]  #: [model]: number of candidates
 
     def __post_init__(self):
         num = self.answers.num_requests
-        self.cost = np.full(num + 1, np.inf)  #: least sum over requests, by how many are right
-        self.chosen = np.zeros((num + 1, len(self.levels)), dtype=int)
+        self.cost = np.full(num + 1, np.inf)  #: [right answers]: least total cost
+        self.chosen = np.zeros((num + 1, len(self.levels)), dtype=int)  #: [right answers, model]: its candidates
 
     def walk(self, i: int, alive: np.ndarray, right: int, cost: float, chosen: tuple[int, ...]) -> None:
-        """Enumerate the thresholds of model i and later, for the requests ``alive`` [N] that reach model i."""
+        """Enumerate the thresholds of model i and later ones, for the requests ``alive`` [N] that reach model i.
+        ``right``, ``cost``, ``chosen``: totals and candidates of the models before."""
         answers, left = self.answers, len(self.levels) - i
         if left == 0:
             right += int(answers.correct[i, alive].sum())
@@ -90,8 +91,8 @@ class _Search:
                 self.walk(i + 1, going_on, right + more, cost + answers.cost[i] * alive.sum(), (*chosen, place))
 
     def _tables(self, i: int, left: int, alive: np.ndarray, right: int, cost: float, chosen: tuple[int, ...]) -> None:
-        """Evaluate all candidates of the last two models that have thresholds (a, b) at once; where b alone is left,
-        with an a that costs nothing and passes all requests on."""
+        """Evaluate all candidates of the last two models with thresholds, a and b, at once.
+        If only b is left, a is a model without cost that passes all requests on."""
         answers = self.answers
         b = i + left - 1
         level_b, size_b = self.levels[b][alive], self.sizes[b]
@@ -103,7 +104,7 @@ class _Search:
             level_a, size_a, of_a = np.zeros_like(level_b), 1, np.zeros_like(of_b)
 
         def passing(weights: np.ndarray) -> np.ndarray:
-            """Return sums over the requests that pass both, [candidates of a, of b]."""
+            """Return sums over the requests that pass both models, [candidates of a, candidates of b]."""
             cells = np.bincount(level_a * (size_b + 1) + level_b, weights, (size_a + 1) * (size_b + 1))
             table = cells.astype(np.int64).reshape(size_a + 1, size_b + 1)
             return table.cumsum(axis=0).cumsum(axis=1)[:size_a, :size_b]
@@ -117,7 +118,7 @@ class _Search:
         self._note(all_right, all_cost, chosen, left)
 
     def _note(self, right: np.ndarray, cost: np.ndarray, chosen: tuple[int, ...], left: int) -> None:
-        """Keep the sets that are cheaper than all sets so far that are at least as accurate."""
+        """Keep the sets that are cheaper than all earlier ones with at least the same accuracy."""
         at_least = np.minimum.accumulate(self.cost[::-1])[::-1]
         rows, columns = np.nonzero(cost < at_least[right])
         if not len(rows):
@@ -134,7 +135,7 @@ class _Search:
             self.chosen[values, -2] = rows
 
     def front(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (number of right answers of each point of the curve, growing; the candidates chosen for it)."""
+        """Return the number of right answers of each point of the curve, growing, and its candidates."""
         later = np.minimum.accumulate(np.append(self.cost[1:], np.inf)[::-1])[::-1]
         right = np.flatnonzero(self.cost < later)
         return right, self.chosen[right]

@@ -1,4 +1,4 @@
-"""``flexhybrid cascade fit``: validation data in, each model's temperature and confidence in every request out."""
+"""``flexhybrid cascade fit``: fits each model's temperature on validation data, and saves its confidences."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from flexhybrid.cascade.thresholds.curve import Answers
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.files import write_by_rename
 
-BATCH = 64  #: requests a local model gets at once while it is fitted
+BATCH = 64  #: most requests that a local model gets at once
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Models from small to large with their temperatures, and their answers to the validation set's N requests."""
+    """Models from small to large with their temperatures, and their answers to the N requests of the validation set."""
 
     models: tuple[CascadeModel, ...]
     task: str
     top_k: int | None
-    correct: np.ndarray  #: [models, N] bool
+    correct: np.ndarray  #: [models, N] bool: whether the answer is right
     confidence: np.ndarray  #: [models, N]
     ece: np.ndarray  #: [models, 2] expected calibration error before and after scaling
-    x_dtype: str | None = None  #: of the requests' arrays; None where there were none
+    x_dtype: str | None = None  #: type of the requests' arrays; None: no arrays
 
     def answers(self, cost: str) -> Answers:
-        """Return the answers for the searches, with one kind of cost."""
+        """Return the answers with one kind of cost."""
         return Answers(self.correct, self.confidence, costs_of(self.models, cost))
 
     def save(self, path: Path) -> None:
-        """Write one JSON file, complete or not at all."""
+        """Write the JSON file, in one step."""
         models = [asdict(model) for model in self.models]
         names = ("task", "top_k", "x_dtype")
         record = {"version": VERSION, "models": models} | {name: getattr(self, name) for name in names}
@@ -69,7 +69,7 @@ class Fitted:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{path} is no file of `flexhybrid cascade fit`: {error!r}") from None
+            raise InputError(f"{path} is not a file of `flexhybrid cascade fit`: {error!r}") from None
 
 
 def fit(
@@ -80,9 +80,10 @@ def fit(
     top_k: int | None = None,
     where: str = "labels",
 ) -> Fitted:
-    """Calibrate each model. ``labels`` [N, S]: classes, token ids (NO_LABEL past an answer's end) or positions.
+    """Return the models with fitted temperatures. ``labels`` [N, S]: classes, token ids or positions, or NO_LABEL.
 
-    Raises InputError for labels of one class, logits that are no numbers, and shapes that do not match.
+    Raise InputError for labels of only one class, logits that are not numbers, and shapes that do not match.
+    ``where``: name of the labels in messages.
     """
     if task not in TASKS:
         raise unknown("task", task, TASKS)
@@ -102,17 +103,17 @@ def fit(
 def run_fit(options: FitOptions) -> dict:
     """Fit the models and write them to a file; return a record of them."""
     if bool(options.logits) == bool(options.models):
-        raise InputError("give either --logits NAME=FILE … with --labels, or --models NAME=PATH … with --data")
+        raise InputError("give either --logits NAME=FILE … and --labels, or --models NAME=PATH … and --data")
     named = [named_path(text) for text in options.logits or options.models]
     top_k, x_dtype = (options.top_k or TOP_K) if options.task == "generation" else None, None
     if options.logits:
         if options.labels is None:
-            raise InputError("labels are missing: name their file with --labels (it may be one of those with logits)")
+            raise InputError("labels are missing: give their file with --labels (it may be one of the --logits files)")
         predictions, labels = [read_logits(Path(file)) for _, file in named], read_labels(options.labels)
         models, where = [CascadeModel(name) for name, _ in named], str(options.labels)
     else:
         if options.data is None:
-            raise InputError("requests and labels are missing: name their file with --data")
+            raise InputError("requests and labels are missing: give their file with --data")
         requests, answers = read_requests(options.data, options.task)
         if answers is None:
             raise InputError(f"{options.data}: labels are missing")
@@ -129,8 +130,7 @@ def run_fit(options: FitOptions) -> dict:
 def _predict_all(
     named: list[tuple[str, str]], requests, answers, options: FitOptions, top_k: int | None
 ) -> tuple[list[CascadeModel], list[ModelOutputs], np.ndarray]:
-    """Run local models, one after another; return (models with their measured seconds, and joules where the machine
-    counts them, predictions, labels [N, S])."""
+    """Run local models one after another; return models with measured costs, predictions, and labels [N, S]."""
     models, predictions, labels = [], [], None
     policies = named_policies(options.policies, [name for name, _ in named], options.task)
     for name, source in named:
@@ -144,20 +144,19 @@ def _predict_all(
             model.close()
         predictions.append(prediction)
         models.append(CascadeModel(name, source=source, **costs))
-    if labels is None and options.task == "generation":  # all models are the user's own
+    if labels is None and options.task == "generation":  # all models are functions of the user
         labels = answer_tokens(None, answers, options.max_tokens)
     return models, predictions, np.asarray(answers) if labels is None else labels
 
 
 def _measured(model: Model, requests: Sequence) -> tuple[ModelOutputs, dict]:
-    """Return (outputs for all requests, a request's seconds by the median batch and its joules).
+    """Return the outputs for all requests, and a request's seconds (by the median batch) and joules.
 
-    Where joules can be measured, all requests are computed again until MEASURED_S have passed. Raises InputError if the
-    model raises.
+    If energy can be measured, all requests are repeated for MEASURED_S. Raise InputError if the model raises.
     """
     parts, seconds, starts, num = [], [], range(0, len(requests), BATCH), 0
-    with contextlib.suppress(Exception):  # one that comes again below, with its place
-        model.predict(requests[:1])  # what a first call loads and compiles
+    with contextlib.suppress(Exception):  # an error is raised again below, with its request
+        model.predict(requests[:1])  # a first call may load and compile
     with Meter(getattr(model, "device", "cpu")) as meter:
         began = time.perf_counter()
         while not parts or meter.is_measured and time.perf_counter() - began < MEASURED_S:
@@ -171,18 +170,19 @@ def _measured(model: Model, requests: Sequence) -> tuple[ModelOutputs, dict]:
                     parts.append(outputs)
         joules, source = meter.joules, meter.source
     if joules == 0:
-        source = "not measured: the counters did not move"
+        source = "not measured: the counters did not change"
     costs = {"seconds": float(np.median(seconds)), "energy_j": joules / num if joules else None}
     return joined(parts), costs | {"energy_source": source}
 
 
 def _predict(model: Model, requests: Sequence, start: int, size: int) -> ModelOutputs:
+    """Return the outputs for a batch. Raise InputError if the model raises."""
     batch = requests[start : start + size]
     try:
         return model.predict(batch)
     except InputError:
         raise
-    except Exception as error:  # a black box may raise any
+    except Exception as error:  # a model may raise anything
         raise InputError(
             f"model {model.name} failed at requests {start} to {start + len(batch) - 1}: {type(error).__name__}: "
             f"{first_line(error)}"
@@ -190,13 +190,12 @@ def _predict(model: Model, requests: Sequence, start: int, size: int) -> ModelOu
 
 
 def joined(parts: Sequence[ModelOutputs]) -> ModelOutputs:
-    """Join the outputs for parts of the requests."""
+    """Return the outputs for parts of the requests as one; fewer logits are padded with -inf."""
     outputs = [output for part in parts for output in part.outputs]
-    most = max(part.logits.shape[-1] for part in parts)  # of texts, positions up to the longest one's of a batch
-    missing = [((0, 0), (0, 0), (0, most - part.logits.shape[-1])) for part in parts]
-    logits = np.concatenate(
-        [np.pad(part.logits, width, constant_values=-np.inf) for part, width in zip(parts, missing, strict=True)]
-    )
+    most = max(part.logits.shape[-1] for part in parts)  # texts have a logit per position of their batch's longest
+    lacking = [(part.logits, most - part.logits.shape[-1]) for part in parts]
+    padded = [np.pad(logits, ((0, 0), (0, 0), (0, more)), constant_values=-np.inf) for logits, more in lacking]
+    logits = np.concatenate(padded)
     counted = np.concatenate([part.counted for part in parts])
     given = [part.classes for part in parts if part.classes is not None]
     classes = np.concatenate(given) if given else None
@@ -204,9 +203,9 @@ def joined(parts: Sequence[ModelOutputs]) -> ModelOutputs:
 
 
 def answer_tokens(tokenizer, answers: Sequence, max_tokens: int) -> np.ndarray:
-    """Return answers, texts or token ids, as token ids [N, max_tokens]; all models of a cascade share a tokenizer.
+    """Return answers, texts or token ids, as token ids [N, max_tokens], by the tokenizer that all models share.
 
-    Raises InputError for an empty answer, and for a text where there is no tokenizer.
+    Raise InputError for an empty answer, or a text without a tokenizer.
     """
     labels = np.full((len(answers), max_tokens), NO_LABEL)
     for row, answer in zip(labels, answers):
@@ -221,8 +220,7 @@ def answer_tokens(tokenizer, answers: Sequence, max_tokens: int) -> np.ndarray:
 
 
 def _priced(models: list[CascadeModel], options: FitOptions) -> list[CascadeModel]:
-    """Return the models with the options' costs. A given energy goes before one from a given power, and that before a
-    measured one."""
+    """Return the models with the options' costs. Energy is, in this order, given, from a given power, or measured."""
     for cost, values in (options.costs or {}).items():
         if values is None:
             continue
@@ -245,7 +243,7 @@ def _priced(models: list[CascadeModel], options: FitOptions) -> list[CascadeMode
 
 
 def record_of(fitted: Fitted, path: str, tokens: Sequence[int] | None = None) -> dict:
-    """Return each model's costs, accuracy and calibration, for programs. ``tokens``: that each model answered with."""
+    """Return each model's costs, accuracy and calibration as a record. ``tokens``: number of each model's tokens."""
     rows, num = [], fitted.correct.shape[1]
     for i, (model, (before, after)) in enumerate(zip(fitted.models, fitted.ece.tolist(), strict=True)):
         source = model.energy_source or "not measured: no model ran"
@@ -270,14 +268,14 @@ def describe_fit(result: dict) -> str:
         )
     lines += ["", *(f"{row['name']}: {describe_energy(row)}" for row in result["models"])]
     lines.append(
-        f"\n{result['num_requests']} requests; at least one model has {result['joint_accuracy']:.2%} right: "
-        f"{result['path']}"
+        f"\n{result['num_requests']} requests; {result['joint_accuracy']:.2%} are answered right by at least one "
+        f"model: {result['path']}"
     )
     return "\n".join(lines)
 
 
 def command(args) -> dict:
-    """Do what the arguments of the command line ask for."""
+    """Run the command ``fit``."""
     result = run_fit(options_from(FitOptions, args, costs={cost: getattr(args, cost) for cost in COSTS}))
     args.show(describe_fit(result))
     return result

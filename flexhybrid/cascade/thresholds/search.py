@@ -1,4 +1,4 @@
-"""``flexhybrid cascade search``: fitted models in, a cascade with its thresholds, skips and expectations out."""
+"""``flexhybrid cascade search``: finds a cascade of fitted models, with thresholds, skips and expected shares."""
 
 import functools
 from collections.abc import Callable
@@ -17,26 +17,25 @@ from flexhybrid.cascade.thresholds.sampling import sampled_curve
 from flexhybrid.cascade.thresholds.skips import Route, best_subset, drop_by_benefit, even_skips, fitted_skips
 from flexhybrid.core.errors import InputError, file_errors
 
-CHOICES = {"mode": "ap eo", "method": "exact sampling", "drop": "best paper none", "skips": "fitted paper none"}
-
 
 @dataclass(frozen=True)
 class SearchedCascade:
-    """A searched cascade, and the curve it was chosen from."""
+    """A cascade found by a search."""
 
     cascade: Cascade
     expected: Expected  #: cascade.expected
     kept: list[int]  #: indices of its models among the fitted ones
-    curve: Curve  #: of these models
-    point: int  #: the curve's, before caution and skips
-    without_skips: Route
-    route: Route  #: on the validation set
+    curve: Curve  #: curve of these models
+    point: int  #: chosen point of the curve, before caution and skips
+    without_skips: Route  #: routes of the validation set without skips
+    route: Route  #: routes of the validation set
 
 
 def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> SearchedCascade:  # noqa: B008  frozen
-    """Search a cascade: of all models' subsets and thresholds the one that costs least after caution.
+    """Return the cascade, among subsets of models and thresholds, that costs least after caution.
 
-    Raises InputError where a cost is not known, an accuracy is out of reach, or the cascade does not pay.
+    Raise InputError if a cost is unknown, the accuracy cannot be reached, or the cascade costs more than the largest
+    model alone.
     """
     answers = fitted.answers(options.cost)
     find = exact_curve if options.method == "exact" else functools.partial(sampled_curve, seed=options.seed)
@@ -66,10 +65,10 @@ def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> Searched
 
 
 def picker(answers: Answers, options: SearchOptions) -> Callable[[Answers, Curve], Choice]:
-    """Return the rule that chooses from a curve of some of the models: it takes their answers and the curve.
+    """Return the rule that chooses a point from the answers and the curve of some models.
 
-    It compares with the right answers of the largest and the second-largest of all models. Before caution and after it
-    the thresholds have as many right as was asked for; they are the cheapest after it.
+    The required number of right answers follows from the options, or from the largest and second-largest of all models.
+    The chosen thresholds have that number before and after caution, and are the cheapest after it.
     """
     right = answers.correct.sum(axis=1)
     least = int(right[-1])
@@ -89,7 +88,7 @@ def picker(answers: Answers, options: SearchOptions) -> Callable[[Answers, Curve
 
 
 def _check_pays(answers: Answers, route: Route, options: SearchOptions) -> None:
-    """Raise InputError for a route that costs more than the largest model alone, if that is as accurate as asked."""
+    """Raise InputError if the largest model alone is cheaper than the routes, and accurate enough."""
     largest, accuracy = float(answers.cost[-1]), float(answers.correct[-1].mean())
     if route.cost <= largest * (1 + 1e-9) or (options.accuracy or 0.0) > accuracy + 1e-9:
         return
@@ -101,19 +100,20 @@ def _check_pays(answers: Answers, route: Route, options: SearchOptions) -> None:
     advice = ", ".join(["serve the largest alone", *(words for applies, words in dearer if applies)])
     unit = COSTS[options.cost]
     raise InputError(
-        f"the cascade does not pay: a request costs {route.cost:.4g} {unit} by it and {largest:.4g} {unit} by the "
+        f"the cascade does not pay: a request costs {route.cost:.4g} {unit}, and {largest:.4g} {unit} with the "
         f"largest model alone ({route.correct.mean():.2%} and {accuracy:.2%} of the answers right): {advice}"
     )
 
 
 def _note(options: SearchOptions, curve: Curve) -> str:
+    """Return a description of how the thresholds were chosen."""
     chosen = options.mode if options.accuracy is None else f"accuracy {options.accuracy:g}"
     method = "exact" if curve.exact else "sampled" if options.method == "sampling" else "on a grid of confidences"
     return f"{chosen}, {method}, caution {options.caution:g}, dropped: {options.drop}, skips: {options.skips}"
 
 
 def run_search(fitted_file: Path, out: Path, options: SearchOptions, curve_file: Path | None = None) -> dict:
-    """Search a cascade, write it (and the curve as CSV), and return a record of it."""
+    """Search a cascade, write it (and the curve as CSV); return a record of it."""
     fitted = Fitted.load(fitted_file)
     searched = search(fitted, options)
     searched.cascade.save(out)
@@ -142,7 +142,7 @@ def run_search(fitted_file: Path, out: Path, options: SearchOptions, curve_file:
 
 
 def write_curve(path: Path, searched: SearchedCascade) -> None:
-    """Write the curve as CSV: thresholds, accuracy, cost of a request, whether the point was chosen."""
+    """Write the curve as CSV: thresholds, accuracy, mean cost, and 1 for the chosen point."""
     names = [model.name for model in searched.cascade.models[:-1]]
     lines, curve = [",".join([*(f"threshold_{name}" for name in names), "accuracy", "cost", "chosen"])], searched.curve
     for i, thresholds in enumerate(curve.thresholds):
@@ -161,18 +161,18 @@ def describe_search(result: dict) -> str:
     ):
         rows.append(f"{name:16s} {threshold} {visited:9.1%} {answered:8.1%}")
     if result["dropped"]:
-        alone = "" if result["thresholds"] else "; no cascade of these models pays, and the largest answers alone"
-        rows.append(f"dropped, as they only cost: {', '.join(result['dropped'])}{alone}")
+        alone = "" if result["thresholds"] else "; no cascade of these models pays, so the largest answers alone"
+        rows.append(f"dropped, as they add only cost: {', '.join(result['dropped'])}{alone}")
     rows.append(
         f"\naccuracy {result['accuracy']:.2%} (the largest alone {result['largest_accuracy']:.2%}), "
-        f"{result['cost']} of a request {result['cost_per_request']:.4g}: {result['share_of_largest']:.1%} of the "
+        f"{result['cost']} per request {result['cost_per_request']:.4g}: {result['share_of_largest']:.1%} of the "
         f"largest's; without skips {result['cost_without_skips']:.4g}\n{result['note']}: {result['path']}"
     )
     return "\n".join(rows)
 
 
 def command(args) -> dict:
-    """Do what the arguments of the command line ask for."""
+    """Run the command ``search``."""
     result = run_search(args.fitted, args.out, options_from(SearchOptions, args), args.curve)
     args.show(describe_search(result))
     return result

@@ -1,8 +1,8 @@
-"""The models that a cascade keeps, and those that a request skips (HybridServe, Edinburgh, Sec. IV-C, Algorithm 2).
+"""Chooses the models of a cascade, and the models that requests skip (HybridServe, Edinburgh, Sec. IV-C, Algorithm 2).
 
-Each of the paper's two rules has a fitted alternative: instead of dropping models with a negative balance, every set of
-models is searched; instead of cutting the confidences below a threshold into equal parts, the cuts are put where they
-save most on the validation set.
+Each of the paper's two rules has a fitted alternative. The paper drops models without benefit; the alternative searches
+every set of models. The paper cuts the confidences below a threshold into equal parts; the alternative makes the cuts
+that save most on the validation set.
 """
 
 import itertools
@@ -18,18 +18,19 @@ Skips = tuple[tuple[Skip, ...], ...]
 
 
 def energy_benefit(visited: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """Return the benefit of every model but the last [M − 1] (Algorithm 2, line 1).
+    """Return the benefit of each model except the last [M − 1] (Algorithm 2, line 1).
 
-    It is the energy that a model's answers save at the next model, less the energy of all requests that reach it:
-    (rho_i − rho_i+1) e_i+1 − rho_i e_i. ``visited`` [M]: shares that reach each model.
+    It is the energy saved at the next model by a model's answers, minus the energy of all requests that reach the
+    model: (rho_i − rho_i+1) e_i+1 − rho_i e_i. ``visited`` [M]: share rho of requests that reach each model.
     """
     return (visited[:-1] - visited[1:]) * cost[1:] - visited[:-1] * cost[:-1]
 
 
 def drop_by_benefit(answers: Answers, choose: Callable[[Answers], np.ndarray]) -> list[int]:
-    """Return the models left after dropping those without benefit, the smallest first (Algorithm 2, lines 2-4 and 7).
+    """Return the models that remain after dropping those without benefit (Algorithm 2, lines 2-4 and 7).
 
-    ``choose`` runs Algorithm 1: it returns the thresholds [M − 1] of some models.
+    The smallest model without benefit is dropped first. ``choose`` returns the thresholds [M − 1] of some models
+    (Algorithm 1).
     """
     kept = list(range(answers.num_models))
     while len(kept) > 1:
@@ -45,10 +46,10 @@ def drop_by_benefit(answers: Answers, choose: Callable[[Answers], np.ndarray]) -
 def best_subset(
     answers: Answers, search: Callable[[Answers], Curve], pick: Callable[[Answers, Curve], Choice]
 ) -> tuple[list[int], Curve, Choice]:
-    """Return (model indices, curve, choice) of the set of models, the largest among them, whose choice costs least.
+    """Return the indices, curve and choice of the set of models with the cheapest choice.
 
-    Among equal costs the most accurate wins. Sets from which nothing can be picked are left out; raises the last one's
-    InputError where no set is left.
+    Each set includes the largest model. Among equal costs, the most accurate set wins. Sets for which ``pick`` raises
+    InputError are left out; if no set is left, raise the last error.
     """
     last, best, reason = answers.num_models - 1, None, InputError("there is no model")
     for size in range(last + 1):
@@ -70,14 +71,14 @@ def best_subset(
 
 
 class Route:
-    """The way of every request of a validation set through a cascade, and its cost."""
+    """The routes of all requests of a validation set through a cascade, with their cost."""
 
     def __init__(self, answers: Answers, cascade: Cascade):
         self.answered, visited = cascade.walk(answers.confidence)
-        self.correct = answers.correct[self.answered, np.arange(answers.num_requests)]  #: [N]
-        self.visited = visited.mean(axis=1)  #: share of the requests that reach each model [M]
+        self.correct = answers.correct[self.answered, np.arange(answers.num_requests)]  #: [N] bool
+        self.visited = visited.mean(axis=1)  #: [M], share of the requests that reach each model
         self.shares = np.bincount(self.answered, minlength=answers.num_models) / answers.num_requests
-        self.cost = float(self.visited @ answers.cost)  #: mean of a request
+        self.cost = float(self.visited @ answers.cost)  #: mean cost of a request
 
     @property
     def num_correct(self) -> int:
@@ -85,17 +86,17 @@ class Route:
 
 
 def route(answers: Answers, thresholds: Sequence[float] | np.ndarray, skips: Skips = ()) -> Route:
-    """Send a validation set through thresholds and skips."""
+    """Return the routes of a validation set under thresholds and skips."""
     models = tuple(CascadeModel(str(i)) for i in range(answers.num_models))
     return Route(answers, Cascade(models, tuple(map(float, thresholds)), skips))
 
 
 def even_skips(thresholds: Sequence[float]) -> Skips:
-    """Return the paper's skips: the confidences below a threshold in equal parts, the least sure to the largest model.
+    """Return the paper's skips, which cut confidences below a threshold into equal parts, one per successor.
 
-    Algorithm 2 has LogUniform(0, t), which is not a distribution (log 0 is no bound); its explanation says "uniformly
-    partitioned into the number of successor models", and so it is done here. The parts are equal in the paper's f, the
-    square of our confidence (``confidence``).
+    The lowest part goes to the largest model. Algorithm 2 has LogUniform(0, t), which is not a distribution, since
+    log 0 is not finite. Its explanation, used here, says "uniformly partitioned into the number of successor models".
+    The parts are equal in the paper's f, the square of our confidence (``confidence``).
     """
     last = len(thresholds)
     skips = []
@@ -107,12 +108,12 @@ def even_skips(thresholds: Sequence[float]) -> Skips:
 
 
 def fitted_skips(answers: Answers, thresholds: Sequence[float]) -> Skips:
-    """Return the cuts that save most while at least as many requests stay right as without skips.
+    """Return the skips that save most without reducing the number of right answers.
 
-    From the second-largest model down: every request that reaches model i unsure could enter each successor and go on
-    from there, at a known cost and with a known answer. The best cuts of the confidences of model i, the least sure to
-    the largest, are found by dynamic programming for a price of a wrong answer. The price starts at 0 and grows until
-    enough requests stay right.
+    Models are processed from the second-largest down. For every request that model i passes on, the cost and the answer
+    after entering each successor are known. Dynamic programming finds the best cuts of model i's confidences, the
+    lowest part for the largest model, at a given price of a wrong answer. The price grows from 0 until enough answers
+    are right.
     """
     plain = route(answers, thresholds)
     no_skips: Skips = ((),) * len(thresholds)
@@ -127,12 +128,12 @@ def fitted_skips(answers: Answers, thresholds: Sequence[float]) -> Skips:
 
 
 def _fit_at(answers: Answers, thresholds: Sequence[float], price: float) -> Skips:
-    """Return the cuts of the least cost if a wrong answer costs ``price`` more."""
+    """Return the skips of least cost if a wrong answer costs ``price`` more."""
     last, num = answers.num_models - 1, answers.num_requests
-    loss = np.empty((last + 1, num))  # of entering at each model
+    loss = np.empty((last + 1, num))  # cost of each request after entering at each model
     loss[last] = answers.cost[last] + price * ~answers.correct[last]
     skips: list[tuple[Skip, ...]] = [()] * last
-    reached = np.ones((last + 1, num), dtype=bool)  # by requests of which no smaller model was sure
+    reached = np.ones((last + 1, num), dtype=bool)  # whether all smaller models pass the request on
     for i in range(last):
         reached[i + 1] = reached[i] & (answers.confidence[i] < thresholds[i])
     for i in reversed(range(last)):
@@ -149,16 +150,16 @@ def _fit_at(answers: Answers, thresholds: Sequence[float], price: float) -> Skip
 
 
 def _cuts(confidence: np.ndarray, loss: np.ndarray, first: int, threshold: float) -> tuple[Skip, ...]:
-    """Cut growing confidences [n] into one part a successor, the lowest to the last, with the least sum of ``loss``.
+    """Return skips that cut growing confidences [n] into one part per successor with the least total ``loss``.
 
-    ``loss`` [successors, n]; successor 0 is the model ``first``.
+    The lowest part goes to the last successor. ``loss`` [successors, n]; successor 0 is the model ``first``.
     """
     num_parts, num = loss.shape
     if num_parts == 1 or num == 0:
         return ()
-    sums = np.concatenate([np.zeros((num_parts, 1)), loss.cumsum(axis=1)], axis=1)  # [successors, n + 1]: n lowest
-    may_cut = np.concatenate([[True], np.diff(confidence) > 0, [True]])  # equal confidences stay together
-    # best[k]: least loss of the k lowest, divided among this successor and the larger ones
+    sums = np.concatenate([np.zeros((num_parts, 1)), loss.cumsum(axis=1)], axis=1)  # [successors, k]: of the k lowest
+    may_cut = np.concatenate([[True], np.diff(confidence) > 0, [True]])  # no cut between equal confidences
+    # best[k]: least loss of the k lowest requests, split among this successor and the larger ones
     best, cut_of = sums[-1], []
     for part in reversed(range(num_parts - 1)):
         gain = np.where(may_cut, best - sums[part], np.inf)
@@ -173,14 +174,14 @@ def _cuts(confidence: np.ndarray, loss: np.ndarray, first: int, threshold: float
     for part, end in enumerate(reversed(bounds)):
         if end > before:
             below = threshold if end == num else (confidence[end - 1] + confidence[end]) / 2
-            below = below if below > confidence[end - 1] else float(confidence[end])  # neighbouring floats
+            below = below if below > confidence[end - 1] else float(confidence[end])  # for neighbouring floats
             skips.append(Skip(float(below), first + num_parts - 1 - part))
             before = end
     return tuple(skips)
 
 
 def _running_argmin(values: np.ndarray) -> np.ndarray:
-    """Return the index of the least value so far, the first of equal ones."""
+    """Return, for each place, the index of the least value up to it; the first one of equal values."""
     least = np.minimum.accumulate(values)
     is_new = np.concatenate([[True], least[1:] < least[:-1]])
     return np.maximum.accumulate(np.where(is_new, np.arange(len(values)), 0))
