@@ -126,7 +126,7 @@ def json_object(raw: bytes) -> dict:
         data = DECODER.decode(text)
     except ValueError as error:
         where = "a number has too many digits" if "digits" in str(error) else str(error)
-        if isinstance(error, json.JSONDecodeError):  # whose own text counts lines, and the end of ours as a new one
+        if isinstance(error, json.JSONDecodeError):  # its own text has line numbers, which are of no use here
             where = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         raise Refused("invalid_json", f"the line is not JSON: {where}") from None
     if not isinstance(data, dict):

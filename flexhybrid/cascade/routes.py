@@ -77,8 +77,8 @@ class Cascade:
     """Models from small to large, and the routes between them. Raise InputError that names the field for wrong ones."""
 
     models: tuple[CascadeModel, ...]
-    thresholds: tuple[float, ...]  #: of each model except the last
-    skips: tuple[tuple[Skip, ...], ...] = ()  #: of each model except the last, sorted by ``below``
+    thresholds: tuple[float, ...]  #: least confidence with which each model except the last answers
+    skips: tuple[tuple[Skip, ...], ...] = ()  #: skips of each model except the last, sorted by ``below``
     task: str = "classification"
     cost: str = "energy_j"  #: kind of cost for which the thresholds were chosen
     top_k: int | None = None  #: generation: number of largest logits for the confidence; None: all
@@ -115,16 +115,17 @@ class Cascade:
             _check_expected(self.expected, len(self.models))
 
     def _check_skips(self, i: int, skips: tuple[Skip, ...]) -> None:
+        """Raise InputError for wrong skips of model i."""
         name, last = self.names[i], 0.0
         for skip in skips:
             _check_number(f"a skip of {name}", skip.below, 0.0, 1.0)
             if not last < skip.below <= self.thresholds[i]:
                 raise InputError(
-                    f"skips of {name} must grow and end at its threshold {self.thresholds[i]:g} at most; "
-                    f"{skip.below:g} comes after {last:g}"
+                    f"skips of {name} must grow up to at most its threshold {self.thresholds[i]:g}; {skip.below:g} "
+                    f"comes after {last:g}"
                 )
             if not isinstance(skip.to, int) or not i < skip.to < len(self.models):
-                raise InputError(f"a skip of {name} goes to {skip.to!r}, which is no larger model of the cascade")
+                raise InputError(f"a skip of {name} goes to {skip.to!r}, which is not a larger model of the cascade")
             last = skip.below
 
     @property
@@ -133,13 +134,13 @@ class Cascade:
 
     @property
     def costs(self) -> np.ndarray:
-        """Return the chosen cost of a request on each model. InputError where one is not known."""
+        """The chosen cost of a request on each model [models]. Raise InputError if it is unknown."""
         return costs_of(self.models, self.cost)
 
     def next_model(self, i: int, confidence: np.ndarray) -> np.ndarray:
-        """Return where requests [N] with this confidence at model i go: ANSWERED, or the index of a larger model.
+        """Return the next model of requests [N] with this confidence at model i; ANSWERED if model i answers.
 
-        A request whose confidence is NaN goes on to model i + 1.
+        Requests with the confidence NaN go on to model i + 1.
         """
         confidence = np.asarray(confidence, dtype=float)
         if i == len(self.models) - 1:
@@ -151,7 +152,7 @@ class Cascade:
         return to
 
     def walk(self, confidence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the way of N requests: (index of the answering model [N], which models compute it [models, N] bool).
+        """Return the answering model of N requests [N], and whether each model computes them [models, N] bool.
 
         ``confidence`` [models or models − 1, N]: each model's confidence in each request.
         """

@@ -123,7 +123,7 @@ def _known(workload: Workload, answer_tokens: float | None) -> Workload:
 
 
 def _objects(file, path: Path) -> Iterator[dict]:
-    """Yield the JSON object of each line. Raise InputError for a line that is none."""
+    """Yield the JSON object of each line. Raise InputError for a line without one."""
     for number, line in enumerate(file, 1):
         try:
             row = json.loads(line)

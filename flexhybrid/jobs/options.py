@@ -49,7 +49,7 @@ class CompareOptions:
     trials: bool = option(TRIALS_HELP, True)
     exact_tokens: int = 24  #: tokens of each answer in the exactness runs
     exact_prompts: int = 48  #: most prompts of the exactness runs, evenly spaced among the shipped ones
-    shape: ModelShape | None = None  #: of the random model; None: TIMING_SHAPE
+    shape: ModelShape | None = None  #: shape of the random model; None: TIMING_SHAPE
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from flexhybrid.jobs.options import PolicySearchOptions
 from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates, without_given
 from flexhybrid.jobs.search import describe_policy, run_search, search_queue, search_record
 from flexhybrid.jobs.simulate import POINT, SimulatedQueue, asked_record, describe, describe_queue, run_point
-from flexhybrid.jobs.sweep.side_by_side import check_plot, describe_answers, plot, side_by_side, varied_of
+from flexhybrid.jobs.sweep.side_by_side import check_plot, describe_answers, draw_rows, side_by_side, varied_of
 from flexhybrid.jobs.sweep.simulated import sweep_grid
 from policy_search.systems import dropped
 
@@ -83,7 +83,8 @@ def _what_if(args, point: dict, systems: tuple[str, ...], varied) -> dict:
         args.show(f"  {flag(varied.field)} in turn: {', '.join(f'{value:g}' for value in varied.values)}")
     if args.plot:
         asked = ", ".join(str(point[key]) for key in ("model", "hardware") if point[key] is not None)
-        plot(found, varied, asked, args.plot)
+        rows = [(answer.system, answer.point[varied.field], answer.tokens_per_s) for answer in found if answer.run]
+        draw_rows(rows, varied.field, asked, args.plot)
         args.show(f"  {args.plot}")
     inputs = _asked(args, point | {"compare": list(systems), "vary": args.vary})
     record = asked_record(next(iter(machines.values())), inputs)

@@ -107,7 +107,7 @@ def describe_costs(hardware: Hardware, tokens_per_s: float) -> str:
 
 
 def without_given(hardware: Hardware, rate: str) -> Hardware:
-    """Return the machine without the note on a given rate, which is varied and described elsewhere."""
+    """Return the machine without the note that ``rate`` was given, for a rate that is varied (and shown) anyway."""
     rates = dict(hardware.rates)
     if given := {name: value for name, value in rates.pop("given", {}).items() if name != rate}:
         rates["given"] = given

@@ -72,7 +72,7 @@ def test_the_file_gives_back_what_was_written(tmp_path):
         ({"models": tuple(model(name) for name in "abca")}, "called 'a'"),
         ({"skips": ((Skip(0.95, 2),), (), ())}, "at its threshold 0.9"),
         ({"skips": ((Skip(0.5, 2), Skip(0.2, 3)), (), ())}, "must grow"),
-        ({"skips": ((), (Skip(0.2, 1),), ())}, "no larger model"),
+        ({"skips": ((), (Skip(0.2, 1),), ())}, "not a larger model"),
         ({"cost": "carbon"}, "unknown cost 'carbon'"),
         ({"task": "translation"}, "unknown task"),
         ({"top_k": 1}, "top_k"),

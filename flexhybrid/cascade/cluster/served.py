@@ -62,7 +62,7 @@ class ServedModel:
     """A model of a cascade as it is served. Each of its S partitions has 1/S of seconds and memory (§V-C)."""
 
     name: str
-    seconds: BatchLine  #: of a batch on one GPU
+    seconds: BatchLine  #: seconds of a batch on one GPU
     memory: BatchLine  #: bytes while a batch is computed
     output_bytes: float = 0.0  #: bytes of a request that go on to another model
     hidden_bytes: float = 0.0  #: bytes of a request that pass from one partition to the next

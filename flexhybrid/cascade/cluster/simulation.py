@@ -130,7 +130,7 @@ def check_stable(deployment: Deployment, rate: float) -> None:
 
 def draw_ways(deployment: Deployment, count: int, seed: int) -> tuple[np.ndarray, list[bytes]]:
     """Draw each request's route; return its first model [count], and for each model the next one as bytes [count].
-    255 (_ANSWERED) stands for no next model."""
+    255 (_ANSWERED) means that there is no next model."""
     rng = np.random.default_rng([seed, 2])
     last = len(deployment.models) - 1
     first = np.searchsorted(np.cumsum(deployment.flow.entry), rng.random(count), side="right")

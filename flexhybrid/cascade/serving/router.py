@@ -168,7 +168,7 @@ class Router:
             name, joules, source = reading
             if joules is None:
                 return None, f"{source} ({name})" if len(self.meters) > 1 else source
-            if name not in readings or joules > (readings[name][1] or 0.0):  # of the oldest process on the machine
+            if name not in readings or joules > (readings[name][1] or 0.0):  # the oldest process has the most joules
                 readings[name] = reading
         if not readings:
             return None, "not measured: no process has a meter"

@@ -50,7 +50,7 @@ class ComparisonSetting:
     options: CompareOptions
     paced: PacedDevice  #: with the link rate in use
     checkpoint: Checkpoint  #: model of the exactness runs
-    problem: Problem  #: of the speed runs, with the hardware record after the profile
+    problem: Problem  #: the speed runs' problem, with the hardware record after the profile
     workload: Workload
     files: dict[str, Policy]  #: policy files among ``options.systems``
     extra: list[Policy]  #: the policy of the file ``options.policy``, if given

@@ -38,9 +38,9 @@ class MeasuredPolicy:
 
     policy: Policy
     tokens: list[list[int]]
-    prefill_trace: list[TraceEvent]  #: of the whole first run, prefill included
-    traces: list[list[TraceEvent]]  #: of each decode round
-    summaries: list[MeasuredSummary]  #: of each decode round
+    prefill_trace: list[TraceEvent]  #: trace of the first run, with the prefill
+    traces: list[list[TraceEvent]]  #: trace of each decode round
+    summaries: list[MeasuredSummary]  #: summary of each decode round
     ideal_compute_s: float | None  #: seconds of the same iterations without copies; None: not measured
     others_cpu_share: list[float | None]  #: share of the cores that other processes used in each round
 

@@ -38,8 +38,8 @@ class Forecast:
     """Predictions for requests with expected answer lengths, or with answers at max_tokens if none are known."""
 
     seconds: float | None  #: None: the machine has no profile
-    tokens: int  #: of all answers, if each reaches max_tokens
-    expected_tokens: int  #: of all answers, with the lengths that ``seconds`` assumes
+    tokens: int  #: tokens of all answers, if each reaches max_tokens
+    expected_tokens: int  #: tokens of all answers, with the lengths that ``seconds`` assumes
     at_a_time: int  #: requests that run together
     memory: dict[str, int]  #: tier -> bytes of the run
     layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights

@@ -127,8 +127,8 @@ class Job:
         self.measure = measure  #: measures the machine; None if that is not needed
         self._earlier = 0  #: number of lines that earlier runs answered or refused
         self.manifest: dict = {}
-        self.trace: list[TraceEvent] = []  #: of the first wave, if a trace or a report is requested
-        self.lanes: dict[str, LaneTimes] = {}  #: of the first wave, if a trace or a report is requested
+        self.trace: list[TraceEvent] = []  #: trace of the first wave, for a requested trace or report
+        self.lanes: dict[str, LaneTimes] = {}  #: times of the first wave's lanes, for the same
 
     def run(self, print_line: Callable[[str], None], began: float) -> dict:
         """Run the job; return its record. ``print_line`` prints the lines of the plan and the summary."""
@@ -244,7 +244,7 @@ class Job:
             self.llm.use(replace(policy, max_batch=min(max_batch, policy.max_batch or max_batch)))
 
     def _settle_for_most(self, places: np.ndarray, max_batch: int) -> Policy:
-        """Choose and return the policy for the shortest lines, as many as one policy can serve within the budgets.
+        """Choose and return the policy for the largest number of shortest lines that fit the budgets.
         Raise InputError if not even the shortest line fits."""
         llm, index = self.llm, self.lines.index
         by_size = places[np.argsort(index.prompt_tokens[places] + index.max_tokens[places], kind="stable")]

@@ -118,7 +118,7 @@ def check_options(options: RunOptions) -> None:
         raise InputError("--trace is not supported with --engine ray: only the local engine writes a trace")
     flags = {"--errors": options.errors, "--trace": options.trace, "--report": options.report}
     paths = {"the input": options.input, "the output": options.output, "--output": options.parquet, **flags}
-    policy = Path(str(options.llm.policy))  # of a policy file, if it exists
+    policy = Path(str(options.llm.policy))  # a policy file, or a name that is not a path
     paths |= {"--policy": policy if policy.is_file() else None, "--chat-template": options.chat_template}
     resolved: dict[object, str] = {}
     for name, path in paths.items():

@@ -23,7 +23,7 @@ def again(options: RunOptions) -> str:
 class Effort(NamedTuple):
     """Measured and predicted time of answering the requests."""
 
-    predicted_s: float | None  #: by the plan
+    predicted_s: float | None  #: predicted seconds of the plan; None: no prediction
     seconds: float  #: without ``compiling_s``
     others_cpu_share: float | None  #: share of the cores used by other processes; None: unknown
     unfinished_tokens: int  #: generated tokens of answers that were not complete at the end

@@ -69,7 +69,7 @@ class Watch:
         self.first, self.settled = iteration, False
         self.before: list[dict[LineKey, LineTimes]] = []  #: the lines' times between the latest windows
         self.slower: list[float] = []  #: measured over predicted time in the latest windows
-        self.longer: list[float] = []  #: expected over assumed length of the waiting requests' answers, likewise
+        self.longer: list[float] = []  #: expected over assumed length of waiting requests' answers in these windows
 
     def look(self, outlook: Outlook) -> str | None:
         """Note the end of an iteration; return a text about a difference over WINDOWS windows, or None."""
@@ -110,7 +110,7 @@ class Replanner:
         self.hardware = llm.problem.hardware  #: with the corrections so far
         self.trial: str | None = None  #: description of the trial's corrections
         self._search: Thread | None = None
-        self._process: Popen | None = None  #: of the search
+        self._process: Popen | None = None  #: process of the search
         limit_s = min(TRIAL_S, TRIAL_SHARE * run.total_s)
         self._trial_s = limit_s if trials and self.hardware and limit_s >= LEAST_TRIAL_S else 0.0  #: 0: no trial
         self._before: dict[LineKey, LineTimes] = {}  #: the lines' times before the trial

@@ -181,12 +181,6 @@ def check_plot(path: Path | None, field: str | None, remedy: str = "name it, lik
     check_new_file(path)
 
 
-def plot(found: list[SystemRun], varied: Varied, title: str, path: Path) -> None:
-    """Draw tokens/s over the values of the field, with a line per system."""
-    rows = [(answer.system, answer.point[varied.field], answer.tokens_per_s) for answer in found if answer.run]
-    draw_rows(rows, varied.field, title, path)
-
-
 def draw_rows(rows: Sequence[tuple[str, Any, float]], field: str, title: str, path: Path) -> None:
     """Draw rows (series, value of the field, tokens/s), with a line for each of the MOST_LINES fastest series."""
     import pandas as pd
