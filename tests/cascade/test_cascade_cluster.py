@@ -123,10 +123,10 @@ def test_rho_spreads_models_over_their_replicas_as_well_as_can_be():
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("arrival_s\n0.1\n0.2\nx\n", "row 4: 'x' is no time"),
+        ("arrival_s\n0.1\n0.2\nx\n", "row 4: 'x' is not a number"),
         ("arrival_s\n0.1\n-1\n", "row 3: '-1' is not a number of seconds >= 0"),
         ("arrival_s\n0.5\n0.4\n", "row 3: 0.4 s comes after 0.5 s"),
-        ("arrival_s,size\n0.1,2\n,3\n", "row 3: '' is no time"),
+        ("arrival_s,size\n0.1,2\n,3\n", "row 3: '' is not a number"),
         ("arrival_s\nnan\n", "row 2"),
         ("time\n0.1\n", "has no column 'arrival_s'"),
         ("arrival_s\n", "no request"),
@@ -218,7 +218,7 @@ def test_plan_and_simulate_from_the_command_line(files, capsys):
     assert found["num_requests"] == 500 and found["capacity"] > found["plan"]["rate"] and "datasheet" in found["power"]
     assert found["tail_latency_s"] >= found["mean_latency_s"] > 0.01 and "latency_s" not in found
     assert cli.main(command(files, "simulate", "--hosts", "2", "--requests", "500")) == 0
-    assert "joules" not in (out := capsys.readouterr().out) and "J a request" in out and "(predicted: T4" in out
+    assert "joules" not in (out := capsys.readouterr().out) and "J per request" in out and "(predicted: T4" in out
 
 
 @pytest.mark.parametrize(
@@ -267,5 +267,5 @@ def test_the_page_about_clusters_works_as_written(tmp_path, monkeypatch, capsys)
     for words in commands:
         assert cli.main(shlex.split(words)) == 0, words
     out = capsys.readouterr().out
-    assert "replica of 2 partitions" in out and "2000 requests in" in out
+    assert "replica in 2 partitions" in out and "2000 requests in" in out
     assert json.loads((tmp_path / "plan.json").read_text())["models"][2]["name"] == "giant"

@@ -126,7 +126,7 @@ def labelled(folder) -> list[str]:
         ({"--energy-j": ["1", "2", "0"]}, "energy_j of c is 0; it must be above 0"),
         ({"--watts": ["30"]}, "watts needs seconds"),
         ({**LOCAL, "--models": ["a=nothing"], "--data": labelled}, "neither a .pt2 file"),
-        ({**LOCAL, "--models": ["a=json:loads"], "--data": labelled}, "gave no module"),
+        ({**LOCAL, "--models": ["a=json:loads"], "--data": labelled}, "json:loads failed"),
         ({**LOCAL, "--models": [f"a={__name__}:broken"], "--data": labelled},
          "model a failed at requests 0 to 63: RuntimeError: this device is gone"),
         ({**LOCAL, "--models": ["a=json:loads"], "--data": lambda f: [write(f / "d.npz", x=np.zeros((NUM, 2)))]},
@@ -150,7 +150,7 @@ def test_fit_says_what_is_wrong(files, change, words, capsys):
         (["--caution", "0.5"], "caution is 0.5"),
         (
             ["--drop", "none", "--caution", "30"],
-            "J by the largest model alone (79.00% and 79.00% of the answers right): ",
+            "J with the largest model alone (79.00% and 79.00% of the answers right): ",
         ),
     ],
 )
@@ -164,7 +164,7 @@ def test_search_says_what_is_wrong(files, more, words, capsys):
 def test_search_refuses_a_file_that_is_not_fit_s(files, capsys):
     (files / "x.json").write_text('{"version": 1}')
     assert cli.main(["cascade", "search", f"{files}/x.json", "-o", f"{files}/y.json"]) == 2
-    assert "no file of `flexhybrid cascade fit`" in capsys.readouterr().err
+    assert "not a file of `flexhybrid cascade fit`" in capsys.readouterr().err
 
 
 # ---- serving ---------------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_torch_modules_from_fit_to_run(pixels, capsys, as_json):
         assert line["failed"] == {"large": "RuntimeError: this device is gone"}
     kept = (pixels / "out3.jsonl").read_bytes()
     assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more]) == 2
-    assert "is there already" in capsys.readouterr().err and (pixels / "out3.jsonl").read_bytes() == kept
+    assert "out3.jsonl exists" in capsys.readouterr().err and (pixels / "out3.jsonl").read_bytes() == kept
     assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more, "--overwrite"]) == 0
     told = capsys.readouterr().out
     assert "first: RuntimeError: this device is gone" in told and "answered by an unsure model" in told

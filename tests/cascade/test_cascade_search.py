@@ -70,7 +70,7 @@ def test_a_cascade_that_does_not_pay_is_refused_with_the_figures(options, advice
     fitted = fitted_of(DEAR)
     with pytest.raises(InputError, match="does not pay") as refused:
         search(fitted, options)
-    costs = re.search(r"a request costs ([\d.]+) J by it and ([\d.]+) J by the largest model alone", str(refused.value))
+    costs = re.search(r"a request costs ([\d.]+) J, and ([\d.]+) J with the largest model alone", str(refused.value))
     assert costs and float(costs[1]) > float(costs[2]) == 4.0 and str(refused.value).endswith(advice)
     assert search(fitted, SearchOptions(caution=options.caution)).kept == [2]  # the largest alone is what pays
 

@@ -157,7 +157,7 @@ def test_a_hanging_model_fails_its_requests_and_then_its_health_check():
         assert (await worker.ask(0, REQUESTS[-1]))[2] == "no answer within 0.05 s"  # its thread is not there for it
         while time.monotonic() - worker.since[0] <= 0.05:
             await asyncio.sleep(0.01)
-        with pytest.raises(RuntimeError, match="model small has been at a batch for 0 s"):
+        with pytest.raises(RuntimeError, match="model small has computed a batch for 0 s"):
             worker.check_health()
         model.go.set()
         while worker.since:
@@ -225,7 +225,7 @@ def test_joules_are_those_of_the_machines_each_counted_once():
     assert asyncio.run(router.energy()) == (None, "not measured: x (m2)")
     del shown["b"]
     joules, source = asyncio.run(router.energy())
-    assert joules is None and source.startswith("not measured: a process did not say")
+    assert joules is None and source.startswith("not measured: a process did not return")
 
 
 class Embedded(torch.nn.Module):
