@@ -19,7 +19,7 @@ from flexhybrid.text import StopWatch, answer_text
 @pytest.mark.parametrize(
     "field, words",
     (
-        *(({"max_tokens": value}, "max_tokens is .*None .JSON: null. for all") for value in (0, 2.5, True, "9")),
+        *(({"max_tokens": value}, "max_tokens is .*None .JSON: null. for the") for value in (0, 2.5, True, "9")),
         *(({"min_tokens": value}, "min_tokens is") for value in (-1, 17, None, 1.0)),
         *(({"temperature": value}, "temperature is") for value in (-1, float("nan"), float("inf"), True, "1", None)),
         *(({"top_k": value}, "top_k is") for value in (-2, 1.5, True, None)),

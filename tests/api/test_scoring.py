@@ -74,7 +74,7 @@ def test_scores_depend_on_the_policys_cache(tmp_path):
         ([[5, 6]], 2, "text 0 has 2 tokens"),
         ([[5, 6], [7]], 1, "text 1 has 1 tokens"),
         ([[5, 6, 61]], 1, "token id 61"),
-        ([[5] * 98], 1, "text 0 has 98 tokens; model .* takes 96"),
+        ([[5] * 98], 1, "text 0 has 98 tokens; the model scores at most 97"),
     ],
 )
 def test_texts_that_cannot_be_scored_are_refused(checkpoint, texts, count, words):

@@ -84,7 +84,7 @@ def test_without_a_vocabulary_prompts_are_token_ids(tmp_path, model_type, files,
         (None, ["sentencepiece"], "tokenizer.model needs sentencepiece: pip install sentencepiece$"),
         (None, ["sentencepiece", "protobuf"], "needs sentencepiece and protobuf: pip install sentencepiece protobuf$"),
         (RANKS, ["tiktoken"], "tokenizer.model needs tiktoken: pip install tiktoken$"),
-        ("<!DOCTYPE html>", [], "tokenizer.model is no file of SentencePiece or tiktoken; is it complete"),
+        ("<!DOCTYPE html>", [], "tokenizer.model is not a file of SentencePiece or tiktoken; is it complete"),
     ),
 )
 def test_packages_that_a_vocabulary_needs_are_named(tmp_path, monkeypatch, sentence_pieces, content, missing, words):

@@ -148,7 +148,7 @@ def test_a_plan_says_how_far_it_may_be_from_the_least(four, monkeypatch):
     assert found.gap == 0 and "optimal" in describe(found)
     monkeypatch.setattr(search, "solve_exactly", lambda *_: ExactPlacement(np.inf, found.transfer_s / 2, None))
     unproved = plan(*arguments, time_limit=20)
-    assert unproved.gap == 0.5 and "at most 50.0% above the least" in describe(unproved)
+    assert unproved.gap == 0.5 and "at most 50.0% above the optimum" in describe(unproved)
 
 
 def test_the_program_improves_on_the_search(four, monkeypatch):

@@ -70,7 +70,7 @@ def test_the_file_gives_back_what_was_written(tmp_path):
         ({"thresholds": (0.9, 0.8)}, "need 3 thresholds"),
         ({"models": (), "thresholds": ()}, "at least one model"),
         ({"models": tuple(model(name) for name in "abca")}, "called 'a'"),
-        ({"skips": ((Skip(0.95, 2),), (), ())}, "at its threshold 0.9"),
+        ({"skips": ((Skip(0.95, 2),), (), ())}, "at most its threshold 0.9"),
         ({"skips": ((Skip(0.5, 2), Skip(0.2, 3)), (), ())}, "must grow"),
         ({"skips": ((), (Skip(0.2, 1),), ())}, "not a larger model"),
         ({"cost": "carbon"}, "unknown cost 'carbon'"),
