@@ -208,7 +208,7 @@ def test_models_that_nothing_reaches_are_not_deployed():
     "models, rate, says",
     [
         ((model("a", 0.1, 1), model("giant", 0.1, 40, max_partitions=2)), 1.0,
-         "giant, in 2 partitions, needs 20.00 GiB on a GPU; host0-gpu0, the largest of 2, lacks 4.00 GiB of its 16.00 GiB"),
+         "giant, in 2 partitions, needs 20.00 GiB on a GPU; host0-gpu0, the largest of 2, lacks 4.00 GiB of its 16"),
         ((model("a", 0.1, 12), model("b", 0.1, 12), model("c", 0.1, 12)), 1.0, "lacks 8.00 GiB of memory"),
         ((model("a", 0.1, 1), model("b", 0.1, 1), model("c", 0.1, 1)), 20.0, "of a GPU's time"),
     ],
