@@ -52,7 +52,8 @@ def add_options(parser: argparse.ArgumentParser, record: type, names: Collection
         if "help" not in one.metadata or names is not None and one.name not in names:
             continue
         how = {"dest": one.name, "default": None, "required": one.default is MISSING, **one.metadata}
-        kind = _plain_type(kinds[one.name])
+        kind = kinds[one.name]
+        kind = typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind  # without "| None"
         if kind is bool:
             how.setdefault("action", "store_false" if one.default else "store_true")
         elif typing.get_origin(kind) is not None:
@@ -61,11 +62,6 @@ def add_options(parser: argparse.ArgumentParser, record: type, names: Collection
             how.setdefault("type", kind)
         own = flag(one.name) if how.get("action") != "store_false" else f"--no-{flag(one.name)[2:]}"
         parser.add_argument(*how.pop("names", (own,)), **how)
-
-
-def _plain_type(kind):
-    """Return the first type of a union, or ``kind`` itself if it is none."""
-    return typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
 
 
 def add_budgets(parser: argparse.ArgumentParser, default: str) -> None:

@@ -166,9 +166,9 @@ class LLM(Runner):
             if on_tokens:
                 on_tokens(num_tokens)
 
-        hears = RunControl(on_tokens=counted, should_stop=should_stop)
+        callbacks = RunControl(on_tokens=counted, should_stop=should_stop)
         with progress:
-            self.answer(requests.workload, begin, completed, hears, on_trace, joining=not any(requests.num_decoded))
+            self.answer(requests.workload, begin, completed, callbacks, on_trace, joining=not any(requests.num_decoded))
         return answers
 
     def chat(  # noqa: PLR0913 (vLLM's signature)

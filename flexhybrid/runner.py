@@ -316,7 +316,7 @@ class Runner:
         workload: Workload,
         open_request: OpenRequest,
         completed: Callable[[int, Generated], None],
-        hears: RunControl,
+        callbacks: RunControl,
         on_trace: OnTrace | None = None,
         joining: bool = True,
         begun: Iterable[int] = (),
@@ -324,10 +324,10 @@ class Runner:
         """Answer requests of these lengths in the workload's order; ``open_request`` makes each one when it begins.
 
         Unlike in ``generate``, the requests need not fit in memory together. ``completed`` is called with the index and
-        the answer of each. ``hears``: callbacks. ``joining``: whether requests may join a running batch; False for
-        forced decode tokens (``Generated.num_decoded``). ``begun``: unfinished requests of an earlier call to continue,
-        for lossless policies only. Raise InputError as ``generate`` does, and ValueError if the policy cannot continue
-        requests (``open_batch``).
+        the answer of each. ``callbacks``: see ``RunControl``. ``joining``: whether requests may join a running batch;
+        False for forced decode tokens (``Generated.num_decoded``). ``begun``: unfinished requests of an earlier call to
+        continue, for lossless policies only. Raise InputError as ``generate`` does, and ValueError if the policy cannot
+        continue requests (``open_batch``).
         """
         running = RunningRequests(open_request)
         running.begin(np.arange(workload.num_requests, dtype=np.int32))
@@ -337,9 +337,9 @@ class Runner:
             for members, wave in waves:
                 if not joining:
                     running.begin(members)
-                if any(ends and ends() for ends in (hears.should_stop, hears.should_drain)):
+                if any(ends and ends() for ends in (callbacks.should_stop, callbacks.should_drain)):
                     break
-                control = replace(hears, keep_trace=TRACED_TASKS if on_trace else False)
+                control = replace(callbacks, keep_trace=TRACED_TASKS if on_trace else False)
                 result = run_wave(  # without a local variable for the engine: frames of a kept error would keep it
                     self.loaded.open_engine, wave, members, running, self.codec, completed=completed, control=control
                 )

@@ -94,7 +94,7 @@ def run_search(
 
     free = options.batch is None and options.objective == "throughput"
     names = LOSSLESS_RIVALS + (() if options.lossless else LOSSY_RIVALS)
-    priced = beside(lambda: [_at_best(name, setting, free) for name in names if name != LONGEST])
+    priced = in_second_process(lambda: [_at_best(name, setting, free) for name in names if name != LONGEST])
     tried = [replace(settings, batch=batch if at_a_time is None else at_a_time)]
     if batch is not None and batch > 1 and options.objective == "throughput" and at_a_time is None:
         tried.append(replace(settings, max_batch=batch))  # smaller waves of the same requests may be faster
@@ -120,8 +120,8 @@ def run_search(
     began = time.perf_counter()
     bits = result.policy.bits
     packed = () if bits.native else IN_ANY_BITS
-    priced_so = beside(lambda: [_at_best(name, setting, free, bits) for name in packed])
-    rows = [_at_best(LONGEST, setting, free), *priced(), *(row for row in priced_so() if not row["error"])]
+    priced_in_bits = in_second_process(lambda: [_at_best(name, setting, free, bits) for name in packed])
+    rows = [_at_best(LONGEST, setting, free), *priced(), *(row for row in priced_in_bits() if not row["error"])]
     rivals = _rivals(rows, best, result.problem)
     report = report._replace(rivals=rivals, rivals_s=time.perf_counter() - began)
     show(describe_rivals(report))
@@ -212,7 +212,7 @@ def _rivals(rows: list[dict], best: SimulatedRun, problem: SearchProblem) -> lis
     return sorted(rows, key=lambda row: -(row["tokens_per_s"] or 0))
 
 
-def beside(work: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
+def in_second_process(work: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
     """Start ``work`` in a second process; return a function that waits for the result.
 
     That function does the work itself with one core, without fork, or if the process fails.

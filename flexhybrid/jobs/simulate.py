@@ -196,7 +196,10 @@ def run_point(
         return setting, made, simulate_queue(setting, made, workload, clock)
     setting = setting_of({**point, "batch": MOST_AT_A_TIME if auto else point["batch"]}, note)
     if auto:
-        made, run = at_its_best(text, setting)
+        if is_policy_file(text):
+            made, run = best_batch(lambda there: named_system(text, there), setting)
+        else:
+            made, run = at_best(text, setting, True)
         setting = replace(setting, batch=run.batch)
         return setting, made, run if clock == "closed" else simulate_system(setting, made, clock)
     made = named_system(text, setting)
@@ -211,14 +214,6 @@ def fields_of(point: Mapping) -> dict:
     if fields and point["batch"] == AUTO:
         raise InputError(f"batch auto chooses {next(iter(fields))} itself: give a number as batch")
     return fields
-
-
-def at_its_best(text: str, setting: Setting) -> tuple[System, SimulatedRun]:
-    """Return a system with its fastest batch up to the setting's, and its run. Raise InputError if nothing fits.
-    ``text``: a policy file, or a system by name, whose own settings are tried too, as for the rows of `search`."""
-    if is_policy_file(text):
-        return best_batch(lambda there: named_system(text, there), setting)
-    return at_best(text, setting, True)
 
 
 def describe_queue(outcome: SimulatedQueue) -> str:

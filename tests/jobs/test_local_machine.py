@@ -24,7 +24,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.profile import job as profile_job
 from flexhybrid.jobs.run.forecast import Estimate, Forecast, describe, duration, plan_lines
-from flexhybrid.jobs.run.outcome import PARTED, TELLING_S, Effort, Outcome, against, parted
+from flexhybrid.jobs.run.outcome import FAR_OFF, LEAST_JUDGED_S, Effort, Outcome, is_far_off, predicted_text
 from flexhybrid.resolve import PacedDevice, best_policy
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
@@ -150,10 +150,10 @@ def test_an_older_record_is_marked_by_its_differing_passes():
 
 
 def test_far_from_the_prediction_means_a_factor_above_PARTED():
-    measured_s = (100 * PARTED + 1, 100 / PARTED - 1, 149.0, 67.0)
-    assert [parted(seconds, 100.0) for seconds in measured_s] == [True, True, False, False]
-    assert not parted(100.0, None)
-    assert not parted(TELLING_S / 2, TELLING_S / 10)  # a run so short says nothing of the machine
+    measured_s = (100 * FAR_OFF + 1, 100 / FAR_OFF - 1, 149.0, 67.0)
+    assert [is_far_off(seconds, 100.0) for seconds in measured_s] == [True, True, False, False]
+    assert not is_far_off(100.0, None)
+    assert not is_far_off(LEAST_JUDGED_S / 2, LEAST_JUDGED_S / 10)  # a run so short says nothing of the machine
 
 
 def test_shorter_answers_are_compared_with_an_interpolated_prediction():
@@ -168,9 +168,9 @@ def test_shorter_answers_are_compared_with_an_interpolated_prediction():
     assert [expected.seconds_of(tokens) for tokens in (100_000, 175_000, 250_000, 999_999)] == [39.0, 69.0, 99.0, 99.0]
     assert replace(plan, seconds=None).seconds_of(5) is None
     work = Effort(39.0, 34.0, None, 0, plan.seconds_of(26_747))
-    assert against(work) == " (predicted 29 s for answers as long as these, 39 s at most)"
-    assert not parted(work.seconds, work.predicted_of_these_s)
-    assert against(work._replace(predicted_of_these_s=39.0)) == " (predicted 39 s)"
+    assert predicted_text(work) == " (predicted 29 s for answers as long as these, 39 s at most)"
+    assert not is_far_off(work.seconds, work.predicted_of_these_s)
+    assert predicted_text(work._replace(predicted_of_these_s=39.0)) == " (predicted 39 s)"
 
 
 @pytest.mark.parametrize("overhead_s, said", [(10.0, True), (None, False)])

@@ -131,11 +131,11 @@ def test_a_stop_does_not_wait_for_an_endless_iteration(tiny, tmp_path, capsys, m
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(progress_module, "STOP_S", 0.05)
 
-    def answer(self, workload, open_request, completed, hears, on_trace=None, **_begun):
+    def answer(self, workload, open_request, completed, callbacks, on_trace=None, **_begun):
         generated, _ = open_request(0)
         generated.token_ids = [5]
         completed(0, generated)
-        hears.on_tokens(2)
+        callbacks.on_tokens(2)
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait(60)
         raise AssertionError("it was not interrupted")
@@ -154,7 +154,7 @@ def test_a_stop_does_not_wait_for_an_endless_iteration(tiny, tmp_path, capsys, m
 def test_a_stop_before_the_first_iteration_ends_says_why_nothing_is_written(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress_module, "STOP_S", 0.05)
 
-    def prefill(self, workload, open_request, completed, hears, on_trace=None, **_begun):
+    def prefill(self, workload, open_request, completed, callbacks, on_trace=None, **_begun):
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait(60)
 

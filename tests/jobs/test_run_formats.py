@@ -29,13 +29,13 @@ def asked(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     texts: list[str] = []
 
-    def answer(self, workload, open_request, completed, hears, on_trace=None, **_begun):
+    def answer(self, workload, open_request, completed, callbacks, on_trace=None, **_begun):
         for request in range(workload.num_requests):
             generated, _ = open_request(request)
             texts.append(self.tokenizer.decode(generated.prompt_ids))
             generated.token_ids, generated.stop = generated.prompt_ids[-1:], 5
             completed(request, generated)
-        hears.on_tokens(workload.num_requests)
+        callbacks.on_tokens(workload.num_requests)
 
     monkeypatch.setattr(LLM, "answer", answer)
     return texts

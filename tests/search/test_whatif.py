@@ -325,15 +325,15 @@ def run_point_rate(setting: Setting, policy: Policy) -> float:
 
 def test_background_work_is_done_once_and_raises_in_the_caller(monkeypatch):
     monkeypatch.setattr(searches.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert searches.beside(lambda: [{"a": 1.5}])() == [{"a": 1.5}]
+    assert searches.in_second_process(lambda: [{"a": 1.5}])() == [{"a": 1.5}]
 
     def fails():
         raise InputError("no luck")
 
     with pytest.raises(InputError, match="no luck"):
-        searches.beside(fails)()
+        searches.in_second_process(fails)()
     monkeypatch.setattr(searches.os, "sched_getaffinity", lambda _: {0}, raising=False)
-    assert searches.beside(lambda: [{"a": 2}])() == [{"a": 2}]
+    assert searches.in_second_process(lambda: [{"a": 2}])() == [{"a": 2}]
 
 
 def test_the_doctor_says_both_types_of_numbers():

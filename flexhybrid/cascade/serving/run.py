@@ -41,7 +41,7 @@ def run(options: CascadeRunOptions, say: Callable[[str], None] = print) -> dict:
     cascade = Cascade.load(options.cascade)
     loads = _loads(cascade, options)
     is_ray = options.engine == "ray"
-    opened = deployed(cascade, loads, options.serving, say) if is_ray else _here(cascade, loads)
+    opened = deployed(cascade, loads, options.serving, say) if is_ray else _local(cascade, loads)
     if options.input is None or options.output is None:
         return _serve(opened, options.serving.detach)
     if options.serving.detach:
@@ -103,7 +103,7 @@ def _loads(cascade: Cascade, options: CascadeRunOptions) -> list[functools.parti
 
 
 @contextlib.contextmanager
-def _here(cascade: Cascade, loads: Sequence[Callable[[], Model]]) -> Iterator[Serving]:
+def _local(cascade: Cascade, loads: Sequence[Callable[[], Model]]) -> Iterator[Serving]:
     """Run the models in this process within the block."""
     with contextlib.ExitStack() as stack:
         models = []

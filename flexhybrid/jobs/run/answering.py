@@ -159,7 +159,7 @@ class Batch:
         self.outlook = self.requests.watch(workload, given)
         joins = self.outlook.begin if self.outlook else None
         lengths = self.requests.lengths
-        hears = RunControl(
+        callbacks = RunControl(
             num_ended=lengths and lengths.ended + lengths.cut,
             on_busy=self.outlook.note_busy if self.outlook else None,
             timed_iterations=TRIED if self.outlook else 0,
@@ -170,7 +170,7 @@ class Batch:
             should_drain=self.requests.drains,
         )
         try:
-            self.llm.answer(workload, self.begin, self.completed, hears, on_trace, begun=begun)
+            self.llm.answer(workload, self.begin, self.completed, callbacks, on_trace, begun=begun)
         finally:
             self.write()
 
@@ -179,11 +179,8 @@ class Batch:
         of_open = np.flatnonzero(np.isin(self.place, list(self.open_lines))).tolist()
         at = {(int(self.place[i]), int(self.index[i])): i for i in of_open}
         begun = [at.pop(key) for key in self.begun]
-        complete = [i for (place, index), i in at.items() if self._has_begun(place, index)]
+        complete = [i for (place, k), i in at.items() if any(one.index == k for one in self.open_lines[place][1])]
         return np.r_[np.array(begun, np.int64), np.delete(np.arange(len(self.place)), begun + complete)]
-
-    def _has_begun(self, place: int, index: int) -> bool:
-        return any(generated.index == index for generated in self.open_lines[place][1])
 
     def ends(self) -> bool:
         """Return True if the batch must stop before all its lines are done."""

@@ -43,7 +43,7 @@ from flexhybrid.jobs.run.opening import (
     remove_partial_files,
 )
 from flexhybrid.jobs.run.options import RunOptions, check_options
-from flexhybrid.jobs.run.outcome import Effort, Outcome, again
+from flexhybrid.jobs.run.outcome import Effort, Outcome, resume_command
 from flexhybrid.jobs.run.replanning import Replanner
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report
 from flexhybrid.jobs.run.resuming import resume
@@ -71,7 +71,7 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
 
     def advice() -> str:
         if any(path.exists() and path.stat().st_size for path in (options.output, options.errors) if path):
-            return f"answers written so far are kept; give {again(options)} to continue"
+            return f"answers written so far are kept; give {resume_command(options)} to continue"
         return "nothing was written; give the same command again"
 
     with _hint(advice), contextlib.ExitStack() as stack:

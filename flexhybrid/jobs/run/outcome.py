@@ -10,12 +10,12 @@ from flexhybrid.jobs.run.lines import JobLines
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 
-PARTED = 1.5  #: ratio of measured and predicted seconds above which a new profile is advised
-TELLING_S = 10.0  #: runs of fewer seconds, measured and predicted, say nothing about the profile
+FAR_OFF = 1.5  #: ratio of measured and predicted seconds above which a new profile is advised
+LEAST_JUDGED_S = 10.0  #: runs of fewer seconds, measured and predicted, say nothing about the profile
 STOPPED = 130  #: exit status of a run stopped by a signal
 
 
-def again(options: RunOptions) -> str:
+def resume_command(options: RunOptions) -> str:
     """Return a description of the command that continues this run."""
     return "the same command again" + (", without --overwrite," if options.restart else "")
 
@@ -31,15 +31,15 @@ class Effort(NamedTuple):
     compiling_s: float = 0.0  #: seconds of compiling kernels for this processor
 
 
-def parted(seconds: float, predicted_s: float | None) -> bool:
-    """Return whether measured and predicted seconds of the same tokens differ by more than a factor of PARTED.
-    False without a prediction, and if both are below TELLING_S."""
-    if not predicted_s or max(seconds, predicted_s) < TELLING_S:
+def is_far_off(seconds: float, predicted_s: float | None) -> bool:
+    """Return whether measured and predicted seconds of the same tokens differ by more than a factor of FAR_OFF.
+    False without a prediction, and if both are below LEAST_JUDGED_S."""
+    if not predicted_s or max(seconds, predicted_s) < LEAST_JUDGED_S:
         return False
-    return max(seconds / predicted_s, predicted_s / seconds) > PARTED
+    return max(seconds / predicted_s, predicted_s / seconds) > FAR_OFF
 
 
-def against(work: Effort) -> str:
+def predicted_text(work: Effort) -> str:
     """Return the predicted times as text: for the actual answer lengths, and for the plan's if those differ."""
     own, most = (predicted_time(s) if s else "" for s in (work.predicted_of_these_s, work.predicted_s))
     than = "at most" if (work.predicted_of_these_s or 0.0) <= (work.predicted_s or 0.0) else "for those expected"
@@ -80,7 +80,9 @@ class Outcome(NamedTuple):
             f"{counts['lines']:,} lines{blank}{before}"
         )
         if work:
-            predicted = "" if stopped else against(work)  # a stop leaves the shortest requests, unlike the prediction
+            predicted = (
+                "" if stopped else predicted_text(work)
+            )  # a stop leaves the shortest requests, unlike the prediction
             unfinished = f" and {work.unfinished_tokens:,} of unfinished answers" if self.dropped else ""
             tokens = f"{counted(self.lines.tokens, 'token')}{unfinished} in {duration(work.seconds)}"
             say(f"{tokens}: {self.tokens_per_s:.1f} tokens/s{predicted}; the whole command {duration(total_s)}")
@@ -90,7 +92,7 @@ class Outcome(NamedTuple):
                 used = f"other processes used {work.others_cpu_share:.0%} of the cores"
                 say(f"busy       {used}; predictions assume an idle machine")
             blamed = options.llm.hardware is None and not stopped
-            if blamed and self.lines.tokens and parted(work.seconds, work.predicted_of_these_s):
+            if blamed and self.lines.tokens and is_far_off(work.seconds, work.predicted_of_these_s):
                 say("profile    the time is far from the prediction: --reprofile measures the machine again")
         if shared := self.lines.llm.num_shared:
             saved = "computed" if stores_exactly(self.lines.llm.settled_policy) else "stored"
@@ -114,7 +116,7 @@ class Outcome(NamedTuple):
             say(f"report     {options.report}{kept}")
         if stopped:
             lost = f"; {counted(self.dropped, 'token')} of unfinished answers are lost (see --max-num-seqs)"
-            say(f"stopped: give {again(options)} to continue{lost if self.dropped else ''}")
+            say(f"stopped: give {resume_command(options)} to continue{lost if self.dropped else ''}")
             if work and not (self.lines.tokens or self.dropped):
                 say(
                     "           no answer could be there yet: the first iteration computes the prompts of all requests "
