@@ -91,9 +91,12 @@ PLAIN = replace(
 
 def measured_space(space: Space, hardware: Hardware) -> Space:
     """Return the space without choices that this machine's profile did not measure: attention on the host, and packed
-    bits. The space is unchanged for other machines."""
+    bits. If a CPU is the device, attention is not shared either: both parts would run on the same cores. The space is
+    unchanged for other machines."""
     if hardware.name != "local":
         return space
+    if hardware.device == "cpu":
+        space = replace(space, entries=tuple(entry for entry in space.entries if entry != ATTENDED_ENTRY))
     if "attend_host" not in hardware.lines:
         space = replace(space, attention=("device",))
     if "dequantize_kv" not in hardware.lines:

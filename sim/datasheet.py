@@ -20,7 +20,7 @@ FORMAT = "flexhybrid-datasheet-1"
 
 #: Assumed shares of the peaks (default). gemm: large matrix products; memory, attention_memory: device memory in
 #: streaming reads and in decode attention; link: long copies; host_memory, host_flops: attention on the host.
-SHARES = {"gemm": 0.6, "memory": 0.8, "attention_memory": 0.6, "link": 0.8, "host_memory": 0.6, "host_flops": 0.3}
+SHARES = {"gemm": 0.6, "memory": 0.8, "attention_memory": 0.6, "link": 0.8, "host_memory": 0.35, "host_flops": 0.3}
 OVERHEAD_US = {"compute": 10.0, "link": 10.0, "host": 20.0, "disk": 100.0}  #: microseconds of a task, assumed too
 SCATTER_GB_PER_S = 20.0  #: copy rate of one host core; in a public STREAM run on a DGX A100 one thread has 28 GB/s
 HOST = {"host_memory_gb_per_s": 51.2, "host_tflops": 1.0}  #: two channels of DDR4-3200; sixteen AVX2 cores at 2 GHz

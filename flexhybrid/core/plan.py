@@ -162,7 +162,7 @@ class _Stream:
             yield from self._tasks_of(self.templates.store, before)
 
     def _record(self, around: PositionContext) -> RecordedTasks:
-        """Record the tasks of a around."""
+        """Record the tasks of a position, with what decides them around it."""
         position, ahead = around.position, around.ahead
         late = self._loads_late(position, ahead) if ahead else None
         opens = ahead is not None and self._opens_early(position, ahead, around.num_slices)

@@ -231,7 +231,9 @@ def test_a_profile_has_only_the_runs_of_its_parts():
     space = measured_space(FULL, here)
     assert space.lossless and space.attention == FULL.attention
     packed = replace(here, lines={"compute": Line(1e-5), "dequantize_kv": Line(1e-5)})
-    assert measured_space(FULL, packed) == replace(FULL, attention=("device",))
+    without_split = tuple(entry for entry in FULL.entries if not entry.startswith("attended"))
+    assert measured_space(FULL, packed) == replace(FULL, attention=("device",), entries=without_split)
+    assert "attended(kv@host)" in measured_space(FULL, replace(here, device="cuda")).entries
 
 
 @pytest.mark.parametrize("asked, pace", [(0.1, 0.25), (0.3, 0.3)])

@@ -17,7 +17,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.jobs.rates import with_given_rates
 from policy_search.systems import Setting, run_system
 from sim import catalogue
-from sim.datasheet import Datasheet, load_datasheet
+from sim.datasheet import SHARES, Datasheet, load_datasheet
 
 PEAKS = ["--tflops", "71", "--memory-gb-per-s", "936", "--link-gb-per-s", "31.5", "--device-memory", "24GiB"]
 RUN = ["--model", "opt-6.7b", "--batch", "8", "--input-len", "64", "--output-len", "8"]
@@ -205,7 +205,7 @@ def test_cards_are_compared_beside_one_host(tmp_path):
         == {key for key in other.lines if resource_of_line(key) not in ("compute", "h2d", "d2h")}
     )
     assert all(own.lines[key] == other.lines[key] for key in hosts)
-    assert own.lines["attend_host"].s_per_byte == pytest.approx(1 / (0.6 * 89.6e9))
+    assert own.lines["attend_host"].s_per_byte == pytest.approx(1 / (SHARES["host_memory"] * 89.6e9))
     assert own.host_memory == other.host_memory == 128 * 2**30 and own.disk_memory == other.disk_memory
     alone = catalogue.load("t4-flexgen")
     assert {k: v for k, v in own.lines.items() if k not in hosts} == {
