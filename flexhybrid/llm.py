@@ -135,7 +135,7 @@ class LLM(Runner):
         budgets too small for one of the requests. Any other error (a failing disk, Ctrl-C, an error in ``on_tokens``)
         frees all memory and disk space; the next call loads the weights again.
         """
-        nothing_asked(**others)
+        nothing_asked(self.generate, others)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         requests = self.codec.encode(prompts, sampling_params, num_decoded)
@@ -195,7 +195,9 @@ class LLM(Runner):
         ``prompt`` of an answer is the formatted conversation. The other arguments are those of ``generate``; vLLM's
         must have values without effect.
         """
-        nothing_asked(**others)
+        nothing_asked(self.chat, others)
+        wanted = 'a list of messages such as {"role": "user", "content": "…"}, or a list of such lists'
+        check("messages", messages, isinstance(messages, (list, tuple)), wanted)
         form, variables = chat_template_content_format, dict(chat_template_kwargs or {})
         check("chat_template_content_format", form, form in ("auto", "string", "openai"), "auto, string or openai")
         variables |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}

@@ -153,7 +153,7 @@ class SamplingParams:
             "structured_outputs": None if form is None else StructuredOutputsParams.of(form),
             "top_k": min(max(self.top_k, 0), LARGEST_COUNT),
             "min_tokens": min(self.min_tokens, LARGEST_COUNT),
-            "stop": _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "a text or "),
+            "stop": _texts("stop", self.stop, "a text or "),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "bad_words": _texts("bad_words", self.bad_words),
             "allowed_token_ids": None if allowed is None else _token_ids("allowed_token_ids", allowed),
@@ -190,7 +190,7 @@ def _items(name: str, value, expected: str) -> tuple:
 
 
 def _texts(name: str, value, besides: str = "") -> tuple[str, ...]:
-    texts = _items(name, value, f"{besides}a list of texts")
+    texts = (value,) if besides and isinstance(value, str) else _items(name, value, f"{besides}a list of texts")
     check(name, value, all(isinstance(text, str) and text for text in texts), f"{besides}a list of texts, none empty")
     return tuple(dict.fromkeys(texts))
 

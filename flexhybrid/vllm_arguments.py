@@ -1,6 +1,7 @@
 """Arguments of vLLM's ``LLM``: values without effect are accepted; for others, the error says what to write here."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from inspect import signature
 
 from flexhybrid.core.errors import InputError, shown, unknown
 from flexhybrid.sampling_params import same
@@ -55,6 +56,11 @@ METHODS = {
     **dict.fromkeys(("start_profile", "stop_profile"), "generate(…, on_trace=…) returns a trace"),
     **dict.fromkeys(("reset_prefix_cache", "reset_mm_cache"), "no prompt is cached from one call to the next"),
 }
+#: Arguments of vLLM's ``generate`` and ``chat`` without a counterpart here.
+UNSUPPORTED = (
+    *("guided_options_request", "lora_request", "mm_processor_kwargs", "priority", "prompt_adapter_request"),
+    "tokenization_kwargs",
+)
 #: Names of dtypes in vLLM -> names here, if different.
 DTYPES = {"half": "float16", "float": "float32"}
 
@@ -85,8 +91,11 @@ def plain_dtype(dtype: object) -> str:
     return DTYPES.get(name, name)
 
 
-def nothing_asked(**asked: object) -> None:
-    """Raise InputError for arguments of vLLM's ``generate`` and ``chat`` that would have an effect."""
+def nothing_asked(call: Callable, asked: dict[str, object]) -> None:
+    """Raise InputError for arguments of vLLM's ``generate`` and ``chat`` that would have an effect, and for names that
+    neither vLLM nor ``call`` knows."""
     for name, value in asked.items():
+        if name not in UNSUPPORTED:
+            raise unknown("argument", name, (known for known in signature(call).parameters if known != "others"))
         if value:
             raise InputError(f"{name} is {shown(value)}; it is not supported: leave it out")

@@ -115,6 +115,12 @@ def test_a_prompt_may_be_a_dictionary_and_one_prompt_needs_no_list(text_llm):
         assert answer.outputs == expected.outputs
     with pytest.raises(InputError, match="lora_request is 'x'; it is not supported"):
         text_llm.generate("import os", lora_request="x")
+    with pytest.raises(InputError, match="unknown argument 'use_tqmd'; did you mean use_tqdm?"):
+        text_llm.generate("import os", use_tqmd=False)
+    with pytest.raises(InputError, match="messages is 'hi'; it must be a list of messages"):
+        text_llm.chat("hi")
+    with pytest.raises(InputError, match="stop is ''; it must be a text or a list of texts, none empty"):
+        SamplingParams(stop="")
     with pytest.raises(InputError, match="must be a list of texts or of token-id lists, not int"):
         text_llm.generate(5)
 
