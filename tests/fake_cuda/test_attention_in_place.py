@@ -22,7 +22,7 @@ from fake_cuda.test_streams import (
     undeclared,
     without_hazard,
 )
-from models import InMemory, save_llama, save_opt
+from models import save_llama, save_opt
 from oracles import attend_table
 from tiny_models import greedy, save_tiny
 
@@ -44,10 +44,8 @@ def launches(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("opt")
-    model = save_opt(folder)
-    return Checkpoint(folder), InMemory(model).generate(PROMPTS, MAX_TOKENS, ignore_eos=True)
+def checkpoint(tiny_opt):
+    return Checkpoint(tiny_opt[0]), greedy(tiny_opt[1], PROMPTS, MAX_TOKENS)
 
 
 @pytest.mark.parametrize("name", ["mixed tiers", "everywhere"])
@@ -67,10 +65,9 @@ def test_recomputed_prefixes_are_read_among_the_projected_rows(tmp_path, launche
     policy = replace(POLICIES["hybrid"], cache=cache | {"act@device": 0.2}, max_mini_batch_tokens=900)
     sizes = {"positions": 160} if kind == "opt" else {"kind": kind, "sliding_window": 60}
     model = (save_opt if kind == "opt" else save_llama)(tmp_path, **sizes)
-    expected = InMemory(model).generate(prompts, MAX_TOKENS, ignore_eos=True)
     with fake_cuda() as watch:
         result = run_under(Checkpoint(tmp_path), policy, attention=IN_PLACE, requests=(prompts, MAX_TOKENS))
-    assert result.tokens == expected and launches
+    assert result.tokens == greedy(model, prompts, MAX_TOKENS) and launches
     assert {"attend_recomputed"} == {event.task.verb for event in result.trace} & {"attend_recomputed", "assemble"}
     check_clean(result, watch)
 
@@ -78,14 +75,10 @@ def test_recomputed_prefixes_are_read_among_the_projected_rows(tmp_path, launche
 @pytest.mark.parametrize("kind", ["mistral", *MODELS])
 def test_windows_softcaps_and_sinks(tmp_path, launches, kind):
     """All tiers are used; the kernels themselves apply sinks and softcaps."""
-    if kind in MODELS:
-        expected = greedy(save_tiny(tmp_path, kind), PROMPTS, MAX_TOKENS)
-    else:
-        model = save_llama(tmp_path, kind=kind, sliding_window=9)
-        expected = InMemory(model).generate(PROMPTS, MAX_TOKENS, ignore_eos=True)
+    model = save_tiny(tmp_path, kind) if kind in MODELS else save_llama(tmp_path, kind=kind, sliding_window=9)
     with fake_cuda() as watch:
         result = run_under(Checkpoint(tmp_path), EVERYWHERE, attention=IN_PLACE)
-    assert result.tokens == expected and launches
+    assert result.tokens == greedy(model, PROMPTS, MAX_TOKENS) and launches
     assert any(rule.softcap for rule in launches) == (kind == "gemma2")
     assert any(rule.sinks_H is not None for rule in launches) == (kind == "gpt_oss")
     check_clean(result, watch)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_cuda.device import DEVICE, fake_cuda
 from fake_cuda.test_attention_in_place import IN_PLACE
+from fake_cuda.test_streams import tokens_or_error
 from models import save_llama
 from oracles import attend_table, rows_as_operations
 from runs import engine_of, stopping
@@ -231,10 +232,7 @@ def test_a_planted_fault_of_counting_is_found(source, plain, monkeypatch, name):
     expected = plain(of)
     with fake_cuda(), monkeypatch.context() as patch:
         patch.setattr(FixedStep, method, planted)
-        try:
-            found, _ = answers(of, source, cuda_graphs=True)
-        except Exception as error:
-            found = error
+        found = tokens_or_error(lambda: answers(of, source, cuda_graphs=True)[0])
     assert found != expected
 
 

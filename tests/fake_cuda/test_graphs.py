@@ -12,10 +12,11 @@ import pytest
 import torch
 from fake_cuda.device import DEVICE, Device, Illegal, fake_cuda
 from fake_cuda.test_attention_in_place import IN_PLACE
-from fake_cuda.test_streams import EVERYWHERE, POLICIES, check_clean, run_under
-from models import InMemory, save_llama, save_opt
+from fake_cuda.test_streams import EVERYWHERE, POLICIES, check_clean, run_under, tokens_or_error
+from models import save_llama, save_opt
 from oracles import attend_table, rows_as_operations
 from runs import admitted, engine_of
+from tiny_models import greedy
 
 from flexhybrid import LLM
 from flexhybrid.core import memory
@@ -73,7 +74,7 @@ def case(tmp_path_factory):
         if kind not in sources:
             folder = tmp_path_factory.mktemp(kind)
             model = save_llama(folder, kind=kind, layers=3, **SIZES.get(kind, {}))
-            expected = InMemory(model).generate(PROMPTS, max(MAX_TOKENS), ignore_eos=True)
+            expected = greedy(model, PROMPTS, max(MAX_TOKENS))
             sources[kind] = Checkpoint(folder), [t[:n] for t, n in zip(expected, MAX_TOKENS, strict=True)]
         if name not in cases:
             source, expected = sources[kind]
@@ -161,10 +162,7 @@ def test_a_graph_of_memory_that_has_moved_is_found(case, monkeypatch):
     with fake_cuda(), closing(Waves(source, policy)) as waves:
         assert waves.run(range(4))[0] == expected
         drop_step_tensors(waves)
-        try:
-            found = waves.run(range(4))[0]
-        except Exception as error:
-            found = error
+        found = tokens_or_error(lambda: waves.run(range(4))[0])
     assert found != expected
 
 
@@ -183,10 +181,7 @@ def test_a_step_graph_of_another_waves_tokens_is_found(case, monkeypatch, stale)
     monkeypatch.setattr(engine_module, "attach", lambda *given: (kept.append(given), attach(*given))[1])
     monkeypatch.setattr(Graphs, "_recording", of_whole_steps)
     with fake_cuda(), closing(Waves(source, replace(policy, max_mini_batch_tokens=400))) as waves:
-        try:
-            found = [waves.run(range(4))[0] for _ in range(2)]
-        except Exception as error:
-            found = error
+        found = tokens_or_error(lambda: [waves.run(range(4))[0] for _ in range(2)])
     assert (found != [Waves.shortened(expected)] * 2) == stale and {1, 2} <= {*launched}
 
 
@@ -339,7 +334,7 @@ def test_a_decode_layer_launches_only_these_kernels(tmp_path, name):
     """Its results are written where the next layer reads them; keys and values go to their blocks from the
     projection."""
     save, policy, launches = LAUNCHES[name]
-    expected = InMemory(save(tmp_path, layers=3)).generate(PROMPTS, max(MAX_TOKENS), ignore_eos=True)
+    expected = greedy(save(tmp_path, layers=3), PROMPTS, max(MAX_TOKENS))
     with fake_cuda() as watch, pytest.MonkeyPatch.context() as within:
         captured = launches_of_layers(within)
         result = run(Checkpoint(tmp_path), policy, keep_trace=False)
@@ -504,10 +499,7 @@ def test_a_planted_fault_is_found(case, name):
     source, policy, expected = case(of_case)
     with fake_cuda(), pytest.MonkeyPatch.context() as monkeypatch:
         plant(monkeypatch)
-        try:
-            found = run(source, policy, keep_trace=False).tokens
-        except Exception as error:
-            found = error
+        found = tokens_or_error(lambda: run(source, policy, keep_trace=False).tokens)
         assert any(graph.replays for graph in torch.cuda.CUDAGraph.made)
     assert found != expected
 

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 import torch
-from models import InMemory, save_opt
 from runs import admitted, engine_of
+from tiny_models import greedy
 
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
@@ -31,11 +31,8 @@ HYBRID = Policy(cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=1
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("opt")
-    model = save_opt(folder)
-    expected = InMemory(model).generate(PROMPTS, MAX_TOKENS, ignore_eos=True)
-    return Checkpoint(folder), expected
+def checkpoint(tiny_opt):
+    return Checkpoint(tiny_opt[0]), greedy(tiny_opt[1], PROMPTS, MAX_TOKENS)
 
 
 def run(checkpoint, policy, **control):

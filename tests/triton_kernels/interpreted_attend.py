@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from interpreted import hasten
-from models import InMemory, save_llama
+from models import save_llama
 from oracles import attend_table
 from oracles.contexts import hidden_at_random, laid_out, plain_attention, seen_by
+from tiny_models import greedy
 from toy_machine import machine
 
 from flexhybrid import LLM, Policy, SamplingParams
@@ -145,5 +146,5 @@ def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch, c
     with LLM(tmp_path, policy, device="cpu", dtype="float32", hardware=machine()) as llm:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    assert [answer.outputs[0].token_ids for answer in answers] == InMemory(model).generate(prompts, 4, ignore_eos=True)
+    assert [answer.outputs[0].token_ids for answer in answers] == greedy(model, prompts, 4)
     assert len(launches) == 2 * 3

@@ -9,7 +9,8 @@ import contextlib
 import pytest
 import torch
 from interpreted import hasten
-from models import InMemory, save_llama
+from models import save_llama
+from tiny_models import greedy
 from toy_machine import machine
 
 from flexhybrid import LLM, Policy, SamplingParams
@@ -112,5 +113,5 @@ def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch):
     ) as llm:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    assert [answer.outputs[0].token_ids for answer in answers] == InMemory(model).generate(prompts, 4, ignore_eos=True)
+    assert [answer.outputs[0].token_ids for answer in answers] == greedy(model, prompts, 4)
     assert len(asked) > 4 * 2 * 4

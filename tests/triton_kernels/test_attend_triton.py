@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import InMemory, save_llama, save_opt
+from models import save_llama, save_opt
 from oracles.contexts import POLICIES
+from tiny_models import greedy
 from toy_machine import machine
 
 from flexhybrid.arguments import LLMArguments
@@ -243,7 +244,7 @@ def test_shared_beginnings_are_attended_to_together_or_alone(by_table, monkeypat
     prompts = [[*common, *range(5, 5 + tail)] for tail in (3, 9, 20)]
     policy = Policy(cache={"kv@host": 0.4, "kv@device": 0.3, "act@host": 0.3}, max_mini_batch_tokens=600)
     ours = answers(tmp_path, policy, tmp_path, prompts, enable_prefix_caching=True)
-    assert ours == InMemory(model).generate(prompts, MAX_TOKENS, ignore_eos=True)
+    assert ours == greedy(model, prompts, MAX_TOKENS)
     together = [given for given in by_table if given[4][1] is not None]
     assert bool(together) == (queries == 1)
 
@@ -269,6 +270,6 @@ def test_a_gpu_runs_by_the_kernels_and_gives_transformers_tokens(tmp_path, monke
         assert llm.problem.attends_in_place
         calls.clear()  # those that prove the kernels
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
-    expected = InMemory(model).generate(PROMPTS, MAX_TOKENS, ignore_eos=True)
+    expected = greedy(model, PROMPTS, MAX_TOKENS)
     assert [output.outputs[0].token_ids for output in outputs if output] == expected
     assert len(calls) == 3 * (MAX_TOKENS - 1)
