@@ -60,18 +60,11 @@ SECONDS = {
     **{"published_models": 4, "attend_triton": 10, "sim_closed_form": 14, "states": 11, "device_memory": 6},
     **{"interpreted": 13, "wheel": 8, "compare": 13, "reproduce_capture": 12, "models": 9, "whatif": 11},
     **{"exactness": 9, "lending": 6, "moves": 10},
-    **{
-        "accuracy": 8,
-        "checkpoint_files": 9,
-        "faults": 12,
-        "queue_search": 9,
-        "fuzz": 22,
-        "replanning": 12,
-        "accuracy_study": 7,
-    },
+    **{"accuracy": 8, "checkpoint_files": 9, "faults": 12, "queue_search": 9, "fuzz": 22, "replanning": 12},
     **{"attention_in_place": 6, "cli": 8, "outlook": 8, "run_memory": 8, "structured": 8, "api": 8, "gpu_parts": 7},
     **{"profile": 4, "run_malformed": 7, "lm_eval": 6, "prefixes": 5, "published": 6},
-    **{"quantize_triton": 5, "runtime_disk": 6, "search_lp": 5, "selection_product": 5, "sim_launcher": 3},
+    **{"accuracy_study": 7, "quantize_triton": 5, "runtime_disk": 6, "search_lp": 5, "selection_product": 5},
+    "sim_launcher": 3,
 }
 
 
@@ -166,6 +159,16 @@ def two_passes(monkeypatch):
     """Profile each run twice at most: on a busy machine, passes would differ until the time limit."""
     if profiling := sys.modules.get("flexhybrid.runtime.profiling.profile"):
         monkeypatch.setattr(profiling, "CPU_SECONDS", 0.0)
+
+
+@pytest.fixture
+def short_profile(monkeypatch):
+    """Profile with the fewest measurements, and float32 as the faster dtype: no seconds matter to the test."""
+    from flexhybrid.runtime.profiling import profile as profiling
+
+    monkeypatch.setenv(forced_machine.FASTER_DTYPE, "float32")
+    for name, value in {"LINK_SECONDS": 0.0, "LINK_SIZES": (1 << 12, 1 << 16), "DECODE_SECONDS": 0.0}.items():
+        monkeypatch.setattr(profiling, name, value)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -62,22 +63,18 @@ def test_answers_of_a_given_mean_stay_within_their_limits():
     assert (with_mean(Workload(np.full(9, 5), np.full(9, 8)), 100).answers == 8).all()
 
 
+PLAIN = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 15)
+
+
 def predicted(
-    monkeypatch,
-    opened,
-    known: Workload,
-    slower,
-    shares: tuple[float, ...],
-    pace=ONE_SECOND,
-    work=None,
-    each=None,
-    clock=None,
+    monkeypatch, policy, known: Workload, places, slower, shares, pace=ONE_SECOND, work=None, each=None, clock=None
 ) -> list[float]:
     """Run a batch by the executor's own account, an iteration in ``slower`` seconds (or ``slower(iteration)``); return
     the seconds to its end that are predicted once so many of the answers have ended, over those that it takes in all.
     ``work``: instead, what says the busy seconds of each resource in an iteration in which so many requests decode.
     ``each`` is called with the outlook after every iteration."""
     clock, count, told = [0.0] if clock is None else clock, known.num_requests, []
+    opened = partial(open_batch, PROBLEM, policy, known, places)
     monkeypatch.setattr(outlook_module.time, "monotonic", lambda: clock[0])
     unknown = replace(known, answer_tokens=None)
     pace, busy = replace(pace, num_mini_batches=len(opened().mini_batches)), dict.fromkeys(pace.factors, 0.0)
@@ -121,10 +118,7 @@ def test_the_end_is_predicted_after_a_tenth(monkeypatch, slower):
     """1,000 answers, 48 at a time; an iteration takes ``slower`` times the predicted second."""
     count, limit = 1000, 350
     workload = Workload(np.full(count, 9), np.full(count, limit), log_normal(count, limit))
-    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 15)
-    tenth, half = predicted(
-        monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 48), workload, slower, (0.1, 0.5)
-    )
+    tenth, half = predicted(monkeypatch, PLAIN, workload, 48, slower, (0.1, 0.5))
     assert tenth == pytest.approx(1.0, rel=0.15)  # the mean of 100 such answers is known to 11 %
     assert half == pytest.approx(1.0, rel=0.06)
 
@@ -133,17 +127,10 @@ def test_a_drain_is_predicted_by_the_resource_that_binds_it(monkeypatch):
     """Compute takes twice the predicted time and limits a full batch; the link limits the last three requests."""
     limits = np.r_[np.full(197, 20), np.full(3, 400)]
     workload = Workload(np.full(200, 9), limits, limits)
-    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 17)
     factors = {"h2d": np.array([1.0, *[0] * 9]), "compute": np.array([0, 0, 0, 0.1, *[0] * 6])}
-    told = predicted(
-        monkeypatch,
-        lambda: open_batch(PROBLEM, policy, workload, 40),
-        workload,
-        1.0,
-        (0.1, 0.5),
-        IterationCost(factors, 1, (1.0, 1.0)),
-        lambda decoding: {"h2d": 1.0, "compute": 0.2 * decoding},
-    )
+    pace, policy = IterationCost(factors, 1, (1.0, 1.0)), replace(PLAIN, max_mini_batch_tokens=1 << 17)
+    spent = lambda decoding: {"h2d": 1.0, "compute": 0.2 * decoding}  # noqa: E731
+    told = predicted(monkeypatch, policy, workload, 40, 1.0, (0.1, 0.5), pace, spent)
     assert told == pytest.approx([1.0, 1.0], rel=0.02)
 
 
@@ -155,7 +142,7 @@ def test_the_end_is_predicted_if_buffers_limit_the_batch(monkeypatch, common):
     prefixes = Prefixes(np.array([common]), np.array([-1]), np.zeros(202, int)) if common else None
     workload = Workload(prompts, limits, limits, prefixes)
     policy = Policy("mixed", Placement(host=1), cache={"kv@host": 0.5, "act@host": 0.5}, max_mini_batch_tokens=1 << 12)
-    told = predicted(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 12), workload, 1.0, (0.05, 0.5))
+    told = predicted(monkeypatch, policy, workload, 12, 1.0, (0.05, 0.5))
     assert told == pytest.approx([1.0, 1.0], rel=0.05)
 
 
@@ -164,18 +151,15 @@ def test_a_sample_of_many_queued_requests_is_simulated(monkeypatch):
     monkeypatch.setattr(outlook_module, "MOST_COUNTED", 64)
     limits = np.random.default_rng(3).integers(1, 30, 400)
     workload = Workload(np.full(400, 20), limits, limits)
-    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0})
-    told = predicted(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 16), workload, 2.0, (0.05, 0.5))
+    told = predicted(monkeypatch, PLAIN, workload, 16, 2.0, (0.05, 0.5))
     assert told == pytest.approx([1.0, 1.0], rel=0.1)  # 64 stand for all
 
 
 def test_preempted_requests_are_predicted(monkeypatch):
     """Memory holds a quarter of the answers' limits, and every answer reaches its limit."""
     workload = Workload(np.random.default_rng(1).integers(16, 100, 200), np.full(200, 120))
-    policy = Policy("grows", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 13)
-    told = predicted(
-        monkeypatch, lambda: open_batch(PROBLEM, policy, workload, Places(20, 0.25)), workload, 1.0, (0.1, 0.5)
-    )
+    policy = replace(PLAIN, max_mini_batch_tokens=1 << 13)
+    told = predicted(monkeypatch, policy, workload, Places(20, 0.25), 1.0, (0.1, 0.5))
     assert told == pytest.approx([1.0, 1.0], rel=0.12)  # runs of blocks are left out
 
 
@@ -230,9 +214,8 @@ def test_the_time_left_corrects_itself(slower, start, later, tail, monkeypatch):
     answers = np.maximum(log_normal(120, 60), 4)
     answers[len(answers) - tail :] = 90
     workload = Workload(np.full(120, 9), answers, answers)
-    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 15)
-    opened, told, count, clock = lambda: open_batch(PROBLEM, policy, workload, 8), [], Outlook._count, [0.0]
-    predicted(monkeypatch, opened, workload, lambda _: 1.0, (), each=lambda _: told.append(0))
+    told, count, clock = [], Outlook._count, [0.0]
+    predicted(monkeypatch, PLAIN, workload, 8, lambda _: 1.0, (), each=lambda _: told.append(0))
     iterations, told = len(told), []
     change = iterations // 8
     plain = slower * (change + later * (iterations - change))
@@ -247,7 +230,7 @@ def test_the_time_left_corrects_itself(slower, start, later, tail, monkeypatch):
 
     monkeypatch.setattr(Outlook, "_count", counted)
     each = lambda outlook: told.append((clock[0], outlook.seconds_left()))  # noqa: E731
-    predicted(monkeypatch, opened, workload, seconds, (), each=each, clock=clock)
+    predicted(monkeypatch, PLAIN, workload, 8, seconds, (), each=each, clock=clock)
     end, settled = clock[0], 0.1 * clock[0] if later == 1.0 else 2.2 * told[change][0]
     known = [(left, end - when) for when, left in told if when > settled + start / (1 - start) * plain]
     assert len(known) > iterations / 4

@@ -126,16 +126,25 @@ def test_a_terminal_that_has_no_size_shows_the_bar(monkeypatch):
     assert b"steps:  40%" in shown
 
 
-def test_a_stop_does_not_wait_for_an_endless_iteration(tiny, tmp_path, capsys, monkeypatch):
-    """Finished answers are kept and summed up as after a stop between two iterations."""
+@pytest.mark.parametrize(
+    "num_answers, words",
+    [
+        (1, ["1 answered, 0 refused, 1 left of 2 lines", "give the same command again to continue"]),
+        (0, ["no answer could be there yet", "smaller --max-num-seqs"]),
+    ],
+)
+def test_a_stop_does_not_wait_for_an_endless_iteration(tiny, tmp_path, capsys, monkeypatch, num_answers, words):
+    """Finished answers are kept and summed up as after a stop between two iterations; without any the reason is
+    given."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(progress_module, "STOP_S", 0.05)
 
     def answer(self, workload, open_request, completed, callbacks, on_trace=None, **_begun):
-        generated, _ = open_request(0)
-        generated.token_ids = [5]
-        completed(0, generated)
-        callbacks.on_tokens(2)
+        for place in range(num_answers):
+            generated, _ = open_request(place)
+            generated.token_ids = [5]
+            completed(place, generated)
+            callbacks.on_tokens(2)
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait(60)
         raise AssertionError("it was not interrupted")
@@ -144,24 +153,8 @@ def test_a_stop_does_not_wait_for_an_endless_iteration(tiny, tmp_path, capsys, m
     (tmp_path / "in.jsonl").write_text("\n".join(line(f"r{i}", prompt=[5], max_tokens=3) for i in range(2)))
     assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny) == 130
     told, warned = capsys.readouterr()
-    assert "1 answered, 0 refused, 1 left of 2 lines" in told and "give the same command again to continue" in told
-    assert (
-        "stopping after this iteration, or in" in warned
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-
-
-def test_a_stop_before_the_first_iteration_ends_says_why_nothing_is_written(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(progress_module, "STOP_S", 0.05)
-
-    def prefill(self, workload, open_request, completed, callbacks, on_trace=None, **_begun):
-        os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(60)
-
-    monkeypatch.setattr(LLM, "answer", prefill)
-    (tmp_path / "in.jsonl").write_text(line("a", prompt=[5]))
-    assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny) == 130
-    assert "no answer could be there yet" in (told := capsys.readouterr().out) and "smaller --max-num-seqs" in told
+    assert all(of in told for of in words) and "stopping after this iteration, or in" in warned
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("schedule", ["column", "row"])

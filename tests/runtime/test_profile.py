@@ -36,25 +36,22 @@ from policy_search.search_problem import FULL, measured_space
 from sim import catalogue
 from sim.simulate import simulate
 
+SMALL = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
 WORK = Work(flops=7, memory_bytes=5, link_bytes=3)
 H200_RECORD = Path(__file__).parents[2] / "experiments/results/nvidia-h200/profiles/hardware-cuda.json"
 
 
-def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
+def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch, short_profile):
     """Smaller budgets give smaller runs of the same verbs, down to one short request. Each run records the faster
     dtype."""
-    shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
     planned, engine = [], profiling.Engine
 
     def watched(weights, policy, sizes, *rest, **more):
-        problem = Problem(shape=shape, dtype="float32", device="cpu")
+        problem = Problem(shape=SMALL, dtype="float32", device="cpu")
         planned.append(total_bytes(memory_plan(problem, policy, sizes)))
         return engine(weights, policy, sizes, *rest, **more)
 
     monkeypatch.setattr(profiling, "Engine", watched)
-    monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
-    monkeypatch.setattr(profiling, "LINK_SIZES", (1 << 12, 1 << 16))
-    monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
     monkeypatch.setattr(profiling, "launch_seconds", lambda *_: 1e-5)
     runs = (ProfileRun(8, 48, 4, {"kv@host": 0.5, "act@host": 0.5}),)
 
@@ -64,7 +61,7 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
         planned.clear()
         faster_dtype = next(faster_dtypes)
         monkeypatch.setenv(FASTER_DTYPE, faster_dtype)
-        profiled = profiling.profile(shape, "float32", torch.device("cpu"), runs=runs, budgets=budgets)
+        profiled = profiling.profile(SMALL, "float32", torch.device("cpu"), runs=runs, budgets=budgets)
         assert profiled.faster_dtype == faster_dtype
         return set(profiled.samples), max(plan["host"] for plan in planned)
 
@@ -76,18 +73,13 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
     assert fewest == verbs and least < half
 
 
-def test_kernels_alone_have_own_lines_if_the_device_holds_all(monkeypatch):
+def test_kernels_alone_have_own_lines_if_the_device_holds_all(monkeypatch, short_profile):
     """Only policies that move nothing are priced by them."""
-    monkeypatch.setenv(FASTER_DTYPE, "float32")
-    monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
-    monkeypatch.setattr(profiling, "LINK_SIZES", (1 << 12, 1 << 16))
-    monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
     monkeypatch.setattr(profiling, "launch_seconds", lambda *_: 1e-5)
-    shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
     runs = (ProfileRun(2, 32, 2, {"kv@host": 0.5, "act@host": 0.5}), profiling.ALONE[0])
 
     def measured(budgets) -> Hardware:
-        samples = profiling.profile(shape, "float32", torch.device("cpu"), runs=runs, budgets=budgets).samples
+        samples = profiling.profile(SMALL, "float32", torch.device("cpu"), runs=runs, budgets=budgets).samples
         return fit_hardware(samples, name="here", device="cpu")
 
     machine = measured(Budgets())
@@ -193,8 +185,7 @@ def test_line_and_contention_give_the_mean_seconds():
 
 def test_runs_are_repeated_until_their_long_tasks_agree(monkeypatch):
     """The second run's long task takes 1.3 times as long in pass two; short tasks and the other run may differ."""
-    shape, taken = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96), []
-    runs = tuple(ProfileRun(2, context, 2, {"kv@host": 1.0}) for context in (16, 32))
+    taken, runs = [], tuple(ProfileRun(2, context, 2, {"kv@host": 1.0}) for context in (16, 32))
     monkeypatch.setenv(FASTER_DTYPE, "float32")
     monkeypatch.setattr(profiling, "CPU_SECONDS", 45.0)
     monkeypatch.setattr(profiling, "_link_samples", lambda *_: [])
@@ -212,11 +203,11 @@ def test_runs_are_repeated_until_their_long_tasks_agree(monkeypatch):
         return [Stretch(trace, 1.0, 1.0, alone=False)]
 
     monkeypatch.setattr(profiling, "_run", measured)
-    found = profiling.profile(shape, "float32", torch.device("cpu"), runs=runs)
+    found = profiling.profile(SMALL, "float32", torch.device("cpu"), runs=runs)
     assert taken == [0, 1, 0, 1, 1] and [s for *_, s in found.samples["finish"]] == pytest.approx([1.0, 1.0])
     taken.clear()
     monkeypatch.setattr(profiling, "CPU_SECONDS", 0.0)
-    assert profiling.profile(shape, "float32", torch.device("cpu"), runs=runs).disagreements and len(taken) == 4
+    assert profiling.profile(SMALL, "float32", torch.device("cpu"), runs=runs).disagreements and len(taken) == 4
 
 
 def test_a_profile_has_only_the_runs_of_its_parts():
@@ -277,7 +268,7 @@ def test_cpu_use_of_other_processes_is_read_from_the_kernel(num_cores, tmp_path,
 
 def test_the_dtype_does_not_depend_on_a_kept_profile(cpu_dtype):
     """Otherwise answers would change with the first profile."""
-    shape, cpu = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96, dtype="bfloat16"), torch.device("cpu")
+    shape, cpu = replace(SMALL, dtype="bfloat16"), torch.device("cpu")
     kept = Hardware("local", "cpu", {"compute": Line(1e-5)})
     for hardware in (None, kept, replace(kept, faster_dtype=cpu_dtype)):
         assert machine.pick_dtype("auto", shape, cpu, hardware) == cpu_dtype

@@ -71,43 +71,35 @@ def moved_share(trace) -> float | None:
     return sum(t.work.tokens for t in gathers) / sum(int(t.payload.step.context.sum()) for t in gathers)
 
 
+def by_token(kv: float, bits: Bits) -> Policy:
+    """Return a policy whose rows serve all heads, so that tokens are chosen for all of them."""
+    return policy(1.0, 0.4, cache={kind: of for kind, of in (("kv@host", kv), ("act@host", 1 - kv)) if of}, bits=bits)
+
+
+PLACED = {"weights": Placement(device=0.3, host=0.7)}
+
+
 @pytest.mark.parametrize(
-    "family, skewed, alpha, cap, whole",
+    "family, count, chosen",
     [
-        ("opt", True, 0.3, 1.0, 3),
-        ("llama", True, 1.0, 0.4, None),
-        ("llama", False, 4.0, 0.15, 1),
-        ("opt", False, math.inf, 0.2, 2),
+        (("opt", "skewed"), 5, policy(0.3, whole_layers=3, **PLACED)),
+        (("llama", "skewed"), 5, policy(1.0, 0.4, **PLACED)),
+        ("llama", 5, policy(4.0, 0.15, whole_layers=1, **PLACED)),
+        ("opt", 5, policy(math.inf, 0.2, whole_layers=2, **PLACED)),
+        ("opt", 3, by_token(0.6, Bits())),
+        ("llama", 3, by_token(0.6, Bits())),
+        ("llama", 3, by_token(0.0, Bits())),
+        ("opt", 3, by_token(1.0, Bits(kv=8))),
+        ("llama", 3, by_token(1.0, Bits(kv=4))),
+        ("opt", 3, by_token(0.5, Bits(kv=8))),
     ],
 )
-def test_tokens_are_those_of_a_plain_account(checkpoints, prompts, family, skewed, alpha, cap, whole):
-    checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
-    chosen = policy(alpha, cap, whole_layers=whole, weights=Placement(device=0.3, host=0.7))
+def test_tokens_are_those_of_a_plain_account(checkpoints, prompts, family, count, chosen):
+    checkpoint, prompts = checkpoints[family], prompts[:count]
     result = run_wave(checkpoint, chosen, prompts, 8)
     wanted, share = plain_tokens(checkpoint, chosen, prompts, 8)
-    assert result.tokens == wanted
-    assert check_trace(result.trace) == []
+    assert result.tokens == wanted and check_trace(result.trace) == []
     assert 0 < share < 1 and moved_share(result.trace) == pytest.approx(share)
-
-
-@pytest.mark.parametrize(
-    "family, kv, bits",
-    [
-        ("opt", 0.6, Bits()),
-        ("llama", 0.6, Bits()),
-        ("llama", 0.0, Bits()),
-        ("opt", 1.0, Bits(kv=8)),
-        ("llama", 1.0, Bits(kv=4)),
-        ("opt", 0.5, Bits(kv=8)),
-    ],
-)
-def test_rows_that_serve_all_heads_are_chosen_by_token(checkpoints, prompts, family, kv, bits):
-    mix = {kind: share for kind, share in {"kv@host": kv, "act@host": 1 - kv}.items() if share}
-    chosen, prompts = policy(1.0, 0.4, cache=mix, bits=bits), prompts[:3]
-    result = run_wave(checkpoints[family], chosen, prompts, 8)
-    wanted, share = plain_tokens(checkpoints[family], chosen, prompts, 8)
-    assert result.tokens == wanted
-    assert check_trace(result.trace) == [] and moved_share(result.trace) == pytest.approx(share)
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])

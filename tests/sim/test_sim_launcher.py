@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from forced_machine import FASTER_DTYPE
 from random_cases import UniformCase, compare, random_case
 from toy_machine import SHAPE, machine
 
@@ -59,11 +58,7 @@ def test_no_task_starts_before_it_is_launched():
     assert summarize(trace).total_s == unlaunched.total_s  # the link is slower than Python
 
 
-def test_a_profile_has_what_launching_a_task_takes(monkeypatch):
-    monkeypatch.setenv(FASTER_DTYPE, "float32")
-    monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
-    monkeypatch.setattr(profiling, "LINK_SIZES", (1 << 12, 1 << 16))
-    monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
+def test_a_profile_has_what_launching_a_task_takes(monkeypatch, short_profile):
     monkeypatch.setattr(profiling, "LAUNCHED_SHAPE", replace(profiling.LAUNCHED_SHAPE, num_layers=4))
     clock = iter(range(1 << 20))
     monkeypatch.setattr("flexhybrid.runtime.clock.time.thread_time", lambda: next(clock) * 1e-6)
