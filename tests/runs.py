@@ -69,6 +69,14 @@ def stopping(stops: Sequence[int]) -> Callable:
     return of
 
 
+def some_requests(seed: int, count: int, longest: int = 70, vocab: int = 61) -> tuple[list, list, list]:
+    """Draw prompts, limits of their answers, and the number of tokens after which each ends by itself."""
+    generator = np.random.default_rng(seed)
+    prompts = [generator.integers(3, vocab, generator.integers(1, longest)).tolist() for _ in range(count)]
+    max_tokens = generator.integers(1, 20, count).tolist()
+    return prompts, max_tokens, [int(generator.integers(1, length + 5)) for length in max_tokens]
+
+
 def forced_logits(checkpoint, policy, texts, steps, **options) -> list[torch.Tensor]:
     """Return logits [steps, vocab] of each text's last ``steps`` tokens; the text is fed instead of sampled tokens."""
     prompts = [text[:-steps] for text in texts]

@@ -186,7 +186,7 @@ def test_samples_of_one_prompt_differ_and_shared_parameters_keep_their_rule(llm_
     assert len({tuple(output.token_ids) for output in unseeded[0].outputs}) == 5
 
 
-def test_request_ids_count_and_answers_come_when_all_samples_are_done(llm_of):
+def test_a_request_is_answered_when_all_its_samples_are_done(llm_of):
     heard = []
     llm = LLM(llm_of("kv").checkpoint.path, "kv_only", device="cpu", dtype="float32")
     params = [SamplingParams(n=n, max_tokens=n, temperature=0, ignore_eos=True) for n in (3, 1)]

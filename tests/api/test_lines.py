@@ -157,7 +157,7 @@ def test_a_failure_of_all_lines_ends_the_run(tiny, tmp_path, monkeypatch):
         run(tmp_path, tiny, [line("a")])
 
 
-def test_one_seed_means_the_same_for_every_prompt(tiny, tiny_llm, tmp_path):
+def test_a_seed_has_the_same_effect_for_every_prompt(tiny, tiny_llm, tmp_path):
     """The seed is in a file, in one SamplingParams for all prompts, or in a list. Answers to one prompt differ."""
     asked = {"seed": 7, "temperature": 3.0, "n": 2, "max_tokens": 8}
     params = SamplingParams(**asked, ignore_eos=True)

@@ -132,7 +132,7 @@ def test_a_lossy_policy_affects_even_a_one_token_answer(model, checkpoint):
         with_policy("h2o(0.1)", 2)
 
 
-def test_choices_that_differ_in_their_last_token_are_one_text(model, monkeypatch):
+def test_choices_that_differ_in_their_last_token_are_computed_as_one_text(model, monkeypatch):
     texts = []
     scored = adapter.score
     monkeypatch.setattr(

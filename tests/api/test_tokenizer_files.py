@@ -51,7 +51,9 @@ def checkpoint(folder, model_type: str, files: dict[str, str | bytes], **setting
         ("llama", None, "ByT5Tokenizer"),  # needs no file
     ),
 )
-def test_what_transformers_loads_is_loaded(tmp_path, sentence_pieces, model_type, file, tokenizer_class):
+def test_every_tokenizer_that_transformers_loads_is_loaded(
+    tmp_path, sentence_pieces, model_type, file, tokenizer_class
+):
     content = {None: {}, "vocab.txt": {file: WORDS}, "vocab.json": {}}.get(file, {file: sentence_pieces})
     folder = checkpoint(tmp_path, model_type, content, tokenizer_class=tokenizer_class)
     if file == "vocab.json":

@@ -167,14 +167,14 @@ def test_a_checkpoint_s_own_sampling_is_the_default(tmp_path):
 @pytest.mark.parametrize(
     "values, words", [({"top_p": 2}, "top_p is 2"), ({"eos_token_id": [1, "a"]}, "eos_token_id is"), ([], "JSON obj")]
 )
-def test_a_wrong_generation_config_is_told_before_weights_are_read(tmp_path, values, words):
+def test_a_wrong_generation_config_is_reported_before_weights_are_read(tmp_path, values, words):
     save_opt(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
     with pytest.raises(InputError, match=words):
         LLM(tmp_path, "kv_only", device="cpu")
 
 
-def test_a_line_s_variables_of_the_template_come_before_those_of_the_command(text_llm):
+def test_template_variables_of_a_line_override_those_of_the_command(text_llm):
     bodies = Bodies(text_llm.codec, {}, ChatRules(template=TEMPLATE, variables={"mood": "?", "name": "x"}))
     messages = [{"role": "user", "content": "hi"}]
     for asked, mood in (({}, "?"), ({"chat_template_kwargs": {"mood": "!"}}, "!"), ({"chat_template_kwargs": {}}, "?")):

@@ -133,7 +133,7 @@ def labelled(folder) -> list[str]:
          "labels are missing"),
     ],
 )  # fmt: skip
-def test_fit_says_what_is_wrong(files, change, words, capsys):
+def test_wrong_input_of_fit_is_reported(files, change, words, capsys):
     change = {flag: given(files) if callable(given) else given for flag, given in change.items()}
     assert cli.main(fit_arguments(files, **change)) == 2
     error = capsys.readouterr().err
@@ -154,14 +154,14 @@ def test_fit_says_what_is_wrong(files, change, words, capsys):
         ),
     ],
 )
-def test_search_says_what_is_wrong(files, more, words, capsys):
+def test_wrong_input_of_search_is_reported(files, more, words, capsys):
     assert cli.main([*fit_arguments(files), "--json"]) == 0
     capsys.readouterr()
     assert cli.main(["cascade", "search", f"{files}/fitted.json", "-o", f"{files}/cascade.json", *more]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_search_refuses_a_file_that_is_not_fit_s(files, capsys):
+def test_search_refuses_a_file_that_fit_did_not_write(files, capsys):
     (files / "x.json").write_text('{"version": 1}')
     assert cli.main(["cascade", "search", f"{files}/x.json", "-o", f"{files}/y.json"]) == 2
     assert "not a file of `flexhybrid cascade fit`" in capsys.readouterr().err
@@ -325,17 +325,13 @@ class Spans(torch.nn.Module):
         return 3 * x, -x
 
 
-def spans() -> Spans:
-    return Spans()
-
-
 def test_an_extractive_answer_has_the_confidence_of_its_weaker_end(tmp_path, capsys):
     x = np.random.default_rng(4).normal(size=(80, 6)).astype(np.float32)
     labels = np.stack([x.argmax(axis=1), x.argmin(axis=1)], axis=1)
     labels[::4, 1] = (labels[::4, 1] + 1) % 6  # a quarter ends elsewhere
     np.savez(tmp_path / "data.npz", x=x, labels=labels)
     data, fitted, cascade = (f"{tmp_path}/{name}" for name in ("data.npz", "fitted.json", "cascade.json"))
-    models = [f"a={__name__}:spans", f"b={__name__}:spans"]
+    models = [f"a={__name__}:Spans", f"b={__name__}:Spans"]
     fit = ["cascade", "fit", "--task", "extraction", "--models", *models, "--data", data, "--money", "1", "2"]
     assert cli.main([*fit, "-o", fitted, "--json"]) == 0
     record = Fitted.load(fitted)
@@ -359,7 +355,7 @@ def test_an_extractive_answer_has_the_confidence_of_its_weaker_end(tmp_path, cap
         (["--models", "a=x.pt2", "b=x.pt2", "c=x.pt2"], "cannot read x.pt2 of model a"),
     ],
 )
-def test_run_says_what_is_wrong_before_it_begins(pixels, more, words, capsys):
+def test_wrong_input_of_run_is_reported_before_it_begins(pixels, more, words, capsys):
     of_three().save(pixels / "cascade.json")
     out = pixels / "out.jsonl"
     given = ["--cascade", f"{pixels}/cascade.json", "-i", f"{pixels}/data.npz", "-o", str(out)]
@@ -439,17 +435,13 @@ class Successor:
         pass
 
 
-def successor() -> Successor:
-    return Successor()
-
-
 def test_a_users_own_language_model(tmp_path, capsys, as_json):
     data, fitted, cascade, out = (
         str(tmp_path / name) for name in ("data.jsonl", "fit.json", "cascade.json", "o.jsonl")
     )
     rows = [{"prompt": [3, t], "answer": [t + (1 if t > 4 or t % 2 else 2)]} for t in range(1, 12)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    own = f"{__name__}:successor"
+    own = f"{__name__}:Successor"
     fit = ["cascade", "fit", "--task", "generation", "--data", data, "--energy-j", "1", "2", "-o", fitted, "--models"]
     assert cli.main([*fit, f"a={own}", f"b={own}"]) == 0
     record = Fitted.load(fitted)

@@ -328,16 +328,12 @@ class Wide(torch.nn.Module):
         return self.layer(x)
 
 
-def wide() -> Wide:
-    return Wide()
-
-
 def test_a_module_s_memory_is_its_weights_and_the_tensors_of_a_batch(tmp_path, monkeypatch):
     """Logits count in float32, and again in float64, which confidences are computed in."""
     monkeypatch.setattr(metering, "POWERCAP", tmp_path)
     np.savez(tmp_path / "data.npz", x=np.ones((3, 256), dtype=np.float32))
     options = profiling.ProfileOptions(
-        out=tmp_path / "out.json", models=[f"wide={__name__}:wide"], data=tmp_path / "data.npz", batches=(1, 7),
+        out=tmp_path / "out.json", models=[f"wide={__name__}:Wide"], data=tmp_path / "data.npz", batches=(1, 7),
         device="cpu", repeats=1,
     )  # fmt: skip
     model = profiling.run_profile(options)["models"]["wide"]

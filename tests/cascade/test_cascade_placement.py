@@ -143,7 +143,7 @@ def four():
     return arguments, plan(*arguments, time_limit=20)
 
 
-def test_a_plan_says_how_far_it_may_be_from_the_least(four, monkeypatch):
+def test_a_plan_has_the_largest_gap_to_the_least_cost(four, monkeypatch):
     arguments, found = four
     assert found.gap == 0 and "optimal" in describe(found)
     monkeypatch.setattr(search, "solve_exactly", lambda *_: ExactPlacement(np.inf, found.transfer_s / 2, None))
@@ -197,7 +197,7 @@ def test_partitions_of_a_giant_stay_on_one_host():
     assert len(gpus) == 2 and len(set(found.cluster.hosts[gpus])) == 1 and found.gap == 0
 
 
-def test_models_that_nothing_reaches_are_not_deployed():
+def test_models_without_requests_are_not_deployed():
     found = plan(
         (model("a", 0.1, 1), model("b", 0.1, 1), model("c", 0.1, 99)), chain((0.4, 0.6, 0.0)), cluster(1, 2), 1.0
     )
@@ -213,18 +213,18 @@ def test_models_that_nothing_reaches_are_not_deployed():
         ((model("a", 0.1, 1), model("b", 0.1, 1), model("c", 0.1, 1)), 20.0, "of a GPU's time"),
     ],
 )  # fmt: skip
-def test_an_infeasible_cluster_says_which_gpu_lacks_what(models, rate, says):
+def test_an_infeasible_cluster_is_refused_with_what_each_gpu_lacks(models, rate, says):
     answered = np.full(len(models), 1 / len(models))
     with pytest.raises(InputError, match=says):
         plan(models, chain(answered), cluster(1, 2), rate)
 
 
-def test_infeasible_is_found_at_the_size_of_the_search_too():
+def test_infeasible_large_clusters_are_found():
     with pytest.raises(InputError, match="no placement for 1e\\+06 requests/s: .* more GPUs"):
         plan((model("a", 1e-4, 1), model("b", 1e-4, 12)), chain((0.5, 0.5)), cluster(8, 8), 1e6, time_limit=2)
 
 
-def test_most_rate_is_where_placing_begins_to_fail():
+def test_the_highest_rate_is_where_placing_begins_to_fail():
     models, flow, machines = (model("a", 0.01, 1), model("b", 0.1, 9)), chain((0.8, 0.2)), cluster(2, 2)
     rate = most_rate(models, flow, machines)
     # 0.01 + 0.2 · 0.1 GPU seconds a request, four GPUs busy to 80 %: at most 106.7 a second, less for whole replicas

@@ -81,7 +81,7 @@ def test_the_file_gives_back_what_was_written(tmp_path):
         ({"expected": Expected((0.5, 0.2, 0.2, 0.2), (1, 1, 1, 1), 0.9)}, "sum to 1.1"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(change, words):
+def test_impossible_fields_are_refused_by_name(change, words):
     with pytest.raises(InputError, match=words):
         of_four(**change)
 

@@ -94,7 +94,7 @@ def test_a_request_is_retried_if_its_replica_dies_and_passed_on_if_all_do():
     assert (answer.model, list(answer.failed)) == ("middle", ["small"]) and not math.isnan(answer.confidence)
 
 
-def test_a_request_whose_largest_model_dies_has_the_surest_smaller_answer():
+def test_if_the_largest_model_dies_the_surest_smaller_answer_is_given():
     pytest.importorskip("ray")
     router = router_of(Handle(0), Handle(1), Handle(2, ASK_AGAIN))
     answer = asyncio.run(router.answer(np.array([3.0], dtype=np.float32), 5))
@@ -109,7 +109,7 @@ def raising(error: Exception):
     return ask
 
 
-def test_what_serve_itself_raises_passes_a_request_on():
+def test_an_error_of_ray_serve_passes_a_request_on():
     pytest.importorskip("ray")
     from ray.serve._private.common import DeploymentID
     from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
@@ -209,7 +209,7 @@ def test_all_models_in_one_process_answer_as_each_in_its_own():
         assert (found["confidence"] or 0) == pytest.approx(one["confidence"] or 0)
 
 
-def test_joules_are_those_of_the_machines_each_counted_once():
+def test_joules_of_each_machine_count_once():
     pytest.importorskip("ray")
     shown = {"a": ("m1", 5.0, "measured: A"), "b": ("m1", 3.0, "measured: A"), "c": ("m2", 4.0, "measured: B")}
 
@@ -243,14 +243,6 @@ class Projected(torch.nn.Module):
         return x @ torch.arange(12.0).reshape(3, 4).cos()
 
 
-def embedded() -> Embedded:
-    return Embedded()
-
-
-def projected() -> Projected:
-    return Projected()
-
-
 class Posted:
     """A stand-in for an HTTP request."""
 
@@ -278,10 +270,10 @@ def posted(cascade: Cascade, model, text: str) -> tuple[int, dict]:
 @pytest.mark.parametrize(
     ("source", "x", "is_known"),
     [
-        ("embedded", np.array([[1, 2, 9], [0, 0, 3]]), False),
-        ("embedded", np.array([[1, 2, 9], [0, 0, 3]], dtype=np.int32), True),
-        ("projected", np.array([[0.25, 2.0, -1.5]], dtype=np.float32), False),
-        ("projected", np.array([[1, 2, 3]], dtype=np.float32), True),  # JavaScript writes 1.0 as 1
+        ("Embedded", np.array([[1, 2, 9], [0, 0, 3]]), False),
+        ("Embedded", np.array([[1, 2, 9], [0, 0, 3]], dtype=np.int32), True),
+        ("Projected", np.array([[0.25, 2.0, -1.5]], dtype=np.float32), False),
+        ("Projected", np.array([[1, 2, 3]], dtype=np.float32), True),  # JavaScript writes 1.0 as 1
     ],
 )
 def test_requests_over_http_keep_their_types(source, x, is_known):
@@ -323,7 +315,7 @@ def test_a_body_that_is_no_request_is_the_client_s_mistake(cascade, text, words)
     assert status == 400 and words in content["error"]
 
 
-def test_more_requests_than_the_queue_has_room_for_are_told_to_come_again():
+def test_requests_beyond_the_queue_are_refused_with_retry_after():
     pytest.importorskip("ray")
     waiting = asyncio.Event()
 
@@ -372,7 +364,7 @@ class DyingRouter:
         return SimpleNamespace(result=result)
 
 
-def test_a_router_that_dies_takes_no_request_of_a_file_along():
+def test_no_request_of_a_file_is_lost_if_a_router_dies():
     pytest.importorskip("ray")
     router = DyingRouter([1, 3, 1, 2])
     assert [(one.index, one.output) for one in _answer_all(router, range(4), 10)] == [(10 + i, i) for i in range(4)]
@@ -458,7 +450,7 @@ def test_processes_share_what_the_cluster_has_free():
         given(PLANNED, {"CPU": 8.0, "GPU": 2.0}, {"node:1": 2.0})
 
 
-def test_a_failed_deployment_says_why():
+def test_a_failed_deployment_is_reported_with_its_cause():
     told = (
         "Deploying application cascade failed: Failed to update the deployments ['a'].\n"
         'Traceback (most recent call last):\n  File "x.py", line 1, in __init__\n'

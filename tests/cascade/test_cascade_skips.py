@@ -24,12 +24,6 @@ from flexhybrid.cascade.thresholds.skips import (
 )
 
 
-def as_right_as_the_largest(answers: Answers):
-    """Choose the point AP: as many right answers as the largest model alone."""
-    least = int(answers.correct[-1].sum())
-    return lambda part, curve: cautious(part, curve, [accuracy_preserving(curve, least)], least, 1.0)
-
-
 def test_the_paper_s_skips_cut_in_equal_parts():
     """The paper's f is the squared softmax: 0.64 is cut into three parts, and 0.49 into two."""
     first, second, third = even_skips((0.8, 0.7, 0.6))
@@ -57,7 +51,7 @@ def test_requests_skip_as_in_the_paper_s_own_confidence(seed, num_models):
         assert answered[request] == i and np.flatnonzero(visited[:, request]).tolist() == passed
 
 
-def test_benefit_is_what_the_paper_s_formula_says():
+def test_benefit_is_that_of_the_paper_s_formula():
     # 100 % reach the first, 40 % the second: 0.6 x 4 - 1 = 1.4; 30 % the third: 0.1 x 16 - 0.4 x 4 = 0
     assert energy_benefit(np.array([1.0, 0.4, 0.3]), np.array([1.0, 4.0, 16.0])) == pytest.approx([1.4, 0.0])
 
@@ -78,13 +72,15 @@ def test_a_model_without_benefit_is_dropped_and_the_search_begins_anew():
 @settings(max_examples=30, deadline=None)
 @given(small_answers())
 def test_the_best_subset_beats_every_subset(answers):
-    pick = as_right_as_the_largest(answers)
+    """The point AP is chosen: as many right answers as the largest model alone."""
+    least = int(answers.correct[-1].sum())
+    pick = lambda part, curve: cautious(part, curve, [accuracy_preserving(curve, least)], least, 1.0)  # noqa: E731
     kept, curve, choice = best_subset(answers, exact_curve, pick)
     last = answers.num_models - 1
     for size in range(last + 1):
         for smaller in itertools.combinations(range(last), size):
             other = exact_curve(answers.only([*smaller, last]))
-            enough = other.num_correct >= answers.correct[-1].sum()  # one that is never unsure may stand in the way
+            enough = other.num_correct >= least  # one that is never unsure may stand in the way
             assert not enough.any() or choice.cost <= other.cost[enough].min() + 1e-9
     found = route(answers.only(kept), curve.thresholds[choice.point])
     assert found.num_correct == choice.num_correct and found.cost == pytest.approx(choice.cost)
@@ -92,7 +88,7 @@ def test_the_best_subset_beats_every_subset(answers):
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_cuts_are_the_best_there_are(data):
+def test_cuts_are_as_good_as_brute_force(data):
     num, parts = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 4))
     confidence = np.sort(data.draw(st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.4]), min_size=num, max_size=num)))
     loss = np.array(data.draw(st.lists(st.lists(st.integers(0, 5), min_size=num, max_size=num), min_size=parts,

@@ -86,7 +86,7 @@ def test_only_thresholds_above_an_error_are_candidates():
     assert candidates(neighbours, np.array([False, True])).tolist() == [0.0, neighbours[1]]
 
 
-def test_a_thinned_search_says_so_and_is_no_better():
+def test_a_thinned_search_is_reported_and_no_better():
     answers = some_answers(4, 120)
     exact, thinned = exact_curve(answers), exact_curve(answers, max_sets=2000)
     assert exact.exact and not thinned.exact
@@ -137,7 +137,7 @@ def test_pareto_and_hull_against_their_definitions(points):
         ({"correct": np.ones((2, 3), dtype=bool)}, "one shape"),
     ],
 )
-def test_answers_that_cannot_be_are_refused(change, words):
+def test_impossible_answers_are_refused(change, words):
     with pytest.raises(InputError, match=words):
         Answers(**{"correct": np.ones((2, 2), dtype=bool), "confidence": np.full((2, 2), 0.5),
                    "cost": np.array([1.0, 2.0]), **change})  # fmt: skip
@@ -163,7 +163,7 @@ def test_samples_are_spread_evenly_in_the_paper_s_own_confidence():
     assert len(good) and found == [(right, pytest.approx(cost)) for right, cost in sorted(best)]
 
 
-def test_sampling_is_as_accurate_as_the_largest_whatever_is_drawn():
+def test_any_sample_is_as_accurate_as_the_largest_model():
     answers = some_answers(4, 200)
     largest = int(answers.correct[-1].sum())
     for seed in range(5):

@@ -167,10 +167,6 @@ class Watched(torch.nn.Module):
         return torch.zeros(len(x), 2)
 
 
-def watched() -> Watched:
-    return Watched()
-
-
 def test_a_module_computes_on_the_device_that_is_given(monkeypatch):
     """The meta device stands in for a GPU: its tensors have shapes but no data."""
     asked = []
@@ -181,7 +177,7 @@ def test_a_module_computes_on_the_device_that_is_given(monkeypatch):
 
     monkeypatch.setattr(resolve, "pick_device", pick)
     SEEN.clear()
-    model = load_model("m", f"{__name__}:watched", "classification", device="cuda")
+    model = load_model("m", f"{__name__}:Watched", "classification", device="cuda")
     model.predict(np.ones((3, 2), dtype=np.float32))
     assert asked == ["cuda"] and SEEN == [("meta", "meta")] and model.device == "meta"
 
@@ -208,7 +204,7 @@ def test_an_exported_program_moves_to_its_device(tmp_path):
 def test_a_device_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="torch finds no CUDA device"):
-        load_model("m", f"{__name__}:watched", "classification", device="cuda")
+        load_model("m", f"{__name__}:Watched", "classification", device="cuda")
 
 
 class Code:

@@ -16,7 +16,7 @@ from flexhybrid.cascade.thresholds.search import SearchOptions
 from flexhybrid.core.model.shape import shape_of_checkpoint
 
 
-def test_the_stored_requests_are_what_they_are_called():
+def test_the_stored_requests_are_those_of_their_names():
     requests = line_cascade.read_requests()
     of_file = {file: len(list(group)) for file, group in itertools.groupby(requests, lambda request: request.file)}
     assert list(of_file) == sorted(of_file) and len(of_file) >= 15  # each file once, its requests together

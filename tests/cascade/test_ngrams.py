@@ -50,7 +50,7 @@ def test_chances_are_those_of_a_plain_count(text, context):
         assert chances[word] == pytest.approx(plain_chance((text, context), context[-2:], word))
 
 
-def test_the_shipped_table_finishes_what_is_common():
+def test_the_shipped_table_completes_common_beginnings():
     model = NGramModel("ngrams", NGrams.load(FILE))
     found = model.predict(["    def close(self", token_ids("        else")])
     assert found.outputs == ["):", ":"]

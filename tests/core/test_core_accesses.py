@@ -46,7 +46,7 @@ def queues(draw) -> tuple[Policy, Workload]:
 
 @settings(max_examples=25)
 @given(queues(), st.floats(0.0, 1.0), st.booleans())
-def test_as_many_requests_run_at_a_time_as_fit(queue, part, joining):
+def test_the_batch_is_the_largest_that_fits(queue, part, joining):
     policy, workload = queue
     policy = replace(policy, max_batch=MOST, bits=Bits(kv=8) if joining else Bits())  # few bits: blocks for all answers
 

@@ -39,7 +39,7 @@ def test_a_saved_record_is_read_back_exactly(tmp_path_factory, lines, memory):
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), pytest.param(10**400, id="huge"), "1", None, True])
 @pytest.mark.parametrize("name", ["overhead_s", "s_per_flop", "s_per_byte"])
-def test_a_line_refuses_what_is_no_cost(name, value):
+def test_a_line_refuses_values_that_are_no_cost(name, value):
     with pytest.raises(InputError, match=name):
         Line(**{name: value})
 
@@ -158,7 +158,7 @@ def test_without_a_home_the_error_says_what_to_set(monkeypatch):
 # --- unknown names ----------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_known_ones():
+def test_an_unknown_name_is_refused_with_the_nearest_known_ones():
     known = ("opt-30b", "llama-2-7b", "opt-1.3b")
     assert str(unknown("model", "opt-31b", known)) == (
         "unknown model 'opt-31b'; did you mean opt-30b or opt-1.3b? known: opt-30b, llama-2-7b, opt-1.3b"

@@ -85,7 +85,7 @@ def test_resident_prefix_grows_with_the_share_and_ends_on_a_row(shape, p, shares
 
 
 @given(shapes(), ELEMENT_BYTES, st.floats(0, 1))
-def test_resident_prefix_is_near_the_share_asked_for(shape, p, share):
+def test_the_resident_prefix_is_near_the_requested_share(shape, p, share):
     layout = layer_layout(shape, p)
     widest_row = max(spot.row_bytes for spot in layout.spots if spot.cols)
     off = abs(layout.resident_prefix(share) - share * layout.total_bytes)

@@ -139,7 +139,7 @@ def test_a_field_given_twice_is_refused(text, name):
         Policy.from_json(text)
 
 
-def test_what_is_not_a_policy(tmp_path):
+def test_json_that_is_no_policy_is_refused(tmp_path):
     for text in ("", "{", "[]", "3", "null"):
         with pytest.raises(InputError, match="policy"):
             Policy.from_json(text)

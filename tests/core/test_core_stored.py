@@ -97,7 +97,7 @@ def test_the_format_is_found_in_every_place(fields, files, said_by, tmp_path):
 
 
 @pytest.mark.parametrize("nothing", [None, {}, {"quant_method": "bitsandbytes", "load_in_4bit": False}])
-def test_a_configuration_that_says_nothing_is_of_plain_weights(nothing, tmp_path):
+def test_a_configuration_without_a_format_means_plain_weights(nothing, tmp_path):
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
     assert shape_from_config(write(tmp_path, quantization_config=nothing, llm_config={"quantization_config": None}))
 

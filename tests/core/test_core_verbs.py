@@ -70,7 +70,7 @@ def test_the_executor_the_streams_and_the_table_know_the_same_verbs(problem):
     assert emitted == {name: verb.resource for name, verb in VERBS.items()}
 
 
-def test_records_name_what_there_is():
+def test_records_have_only_known_values():
     for name, verb in VERBS.items():
         assert verb.name == name and verb.resource in RESOURCES
         assert verb.per in ("layer", "gap", "choosing layer", "iteration")

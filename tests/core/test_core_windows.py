@@ -21,7 +21,7 @@ from flexhybrid.core.workload import Workload
 
 @pytest.mark.parametrize("window", [1, 16, 33])
 @pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"act@host": 0.4, "kv@host": 0.3, "kv@disk": 0.3}])
-def test_a_layer_loads_the_blocks_in_which_a_new_token_sees_something(window, cache):
+def test_a_layer_loads_only_blocks_that_a_new_token_sees(window, cache):
     shape = replace(SHAPE, max_positions=4096, attention=(AttentionKind(window), PLAIN))
     prompts = np.array([8 * window, 40, 300])
     policy = Policy(cache=cache, max_mini_batch_tokens=1 << 20)

@@ -68,7 +68,7 @@ CACHES = [
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_fewer_bits_err_less_the_more_there_are(tmp_path, cache):
+def test_more_bits_give_smaller_errors(tmp_path, cache):
     save_opt(tmp_path, layers=3, heads=4, head_dim=16, ffn=128, positions=128, scale=0.08)
     eight, four = (relative_errors(tmp_path, Bits("native", bits, bits), cache).max() for bits in (8, 4))
     print(f"8 bits {eight:.1e}, 4 bits {four:.1e}")
@@ -76,7 +76,7 @@ def test_fewer_bits_err_less_the_more_there_are(tmp_path, cache):
 
 
 @pytest.mark.parametrize("weights", [Placement(host=1), Placement(device=0.4, host=0.3, disk=0.3), Placement(device=1)])
-def test_packed_weights_are_the_same_wherever_they_lie(tmp_path, weights):
+def test_packed_weights_give_the_same_errors_on_every_tier(tmp_path, weights):
     save_opt(tmp_path, layers=2, heads=4, head_dim=16, ffn=128, positions=128, scale=0.08)
     errors = relative_errors(tmp_path, Bits(weights=8), {"kv@host": 1.0}, weights=weights)
     assert 0 < errors.max() < 0.05

@@ -42,7 +42,7 @@ def rounded(heads: torch.Tensor, newest: int, bits: int, head_dim: int) -> torch
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_of_few_bits_gives_the_tokens_of_transformers_over_one(tmp_path, monkeypatch, kind):
+def test_a_cache_of_few_bits_gives_transformers_tokens_over_such_a_cache(tmp_path, monkeypatch, kind):
     model, checkpoint, bits = save_tiny(tmp_path, kind), Checkpoint(tmp_path), KINDS[kind]
     code = sys.modules[type(model).__module__]
     own, keep = code.eager_attention_forward, partial(rounded, bits=bits, head_dim=checkpoint.shape.head_dim)

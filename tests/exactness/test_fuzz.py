@@ -13,7 +13,7 @@ EXAMPLES = {"tokens": 30, "selections": 16}
 
 
 @pytest.mark.parametrize("area", list(fuzz.AREAS))
-def test_a_short_round_ends_clean(area, every_core):
+def test_a_short_round_finds_no_fault(area, every_core):
     assert fuzz.run_round(area, seed=1, examples=EXAMPLES.get(area, 1)) == ""
 
 

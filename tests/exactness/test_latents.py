@@ -93,7 +93,7 @@ class Attention(torch.nn.Module):
 @pytest.mark.parametrize(
     "leak, source, unread", [("", "down", ("query",)), ("sum", None, ("query",)), ("in place", None, ())]
 )
-def test_a_row_through_which_not_all_passes_is_no_latent(leak, source, unread):
+def test_a_row_is_no_latent_if_keys_or_values_need_more(leak, source, unread):
     with torch.device("meta"), torch.inference_mode():
         found = hosted(lambda: kv_gen_of(Attention(leak), torch.empty(1, 3, 64), (), {}, True))
     assert (found.source, found.width, found.unread) == (source, 8 if source else 64, unread)

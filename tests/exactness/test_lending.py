@@ -42,7 +42,7 @@ def test_the_probe_finds_whose_keys_and_values_a_layer_attends_to(tiny_of, model
     assert part.sources == (0, 1, 2, 2, 1)  # the last full layer stands for the one that is not there
 
 
-def test_few_bits_of_weights_leave_what_layers_lend_in_native_bits(tmp_path, monkeypatch):
+def test_lent_keys_and_values_keep_native_bits(tmp_path, monkeypatch):
     sizes = {"hidden_size_per_layer_input": 64, "intermediate_size": 128}
     monkeypatch.setitem(OWN, "gemma4_text", OWN["gemma4_text"] | sizes)
     save_tiny(tmp_path, "gemma4_text")
@@ -99,7 +99,7 @@ def test_a_prediction_loads_for_each_layer_and_stores_for_those_that_keep(tiny_o
         assert sum(task.work.link_bytes for task in tasks if task.verb == verb) == pytest.approx(moved[way]["kv"])
 
 
-def test_what_cannot_be_done_with_borrowed_keys_is_said(tiny_of):
+def test_borrowed_keys_with_selections_are_refused(tiny_of):
     checkpoint, _ = tiny_of("gemma4_text")
     policy = replace(kv_only(), selection=Selection("heavy_hitter", 0.5))
     with pytest.raises(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from models import save_llama
 from policies import wider_policies
-from runs import run_wave
-from test_refill import answers, some_requests
+from runs import run_wave, some_requests
+from test_refill import answers
 from tiny_models import greedy, save_tiny
 from transformers import GenerationConfig, MistralConfig
 
@@ -63,7 +63,7 @@ def check(checkpoint, name, expected):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_type_without_a_file_of_its_own_gives_the_references_tokens(tmp_path, model_type):
+def test_a_type_without_our_own_layers_gives_the_references_tokens(tmp_path, model_type):
     expected = greedy(save_tiny(tmp_path, model_type), PROMPTS, 10)
     checkpoint = Checkpoint(tmp_path, modules=True)
     for name in TYPES[model_type]:
@@ -129,7 +129,7 @@ def test_a_model_is_built_and_looked_at_once_until_its_configuration_changes(tmp
     assert Checkpoint(tmp_path).shape.eos_token_ids == (5, 9)
 
 
-def test_a_model_of_another_kind_is_served_by_its_folder_and_the_doctor_names_its_path(tmp_path):
+def test_commands_take_a_model_without_our_own_layers(tmp_path):
     expected = greedy(save_tiny(tmp_path, "olmo2"), PROMPTS, 6)
     with LLM(tmp_path, "hybrid(0.5)", device="cpu", dtype="float32") as llm:
         answers = llm.generate(PROMPTS, SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=1))
@@ -143,7 +143,7 @@ def test_a_model_of_another_kind_is_served_by_its_folder_and_the_doctor_names_it
     assert cli.main(["search", "--lossless", "--attention", "device", *kept, *where]) == 0
 
 
-def test_a_cache_that_forgets_what_the_mask_lets_see_is_refused():
+def test_a_cache_that_drops_visible_tokens_is_refused():
     config = MistralConfig(num_hidden_layers=2, sliding_window=9)
     _check_cache(config, {0: 9, 1: 5}, 128)
     for windows in ({0: 9, 1: None}, {0: 10, 1: 9}):
@@ -169,7 +169,7 @@ def test_a_model_that_would_not_be_exact_is_refused_before_weights_are_read(tmp_
         Checkpoint(tmp_path)
 
 
-def test_layers_that_attend_chunk_by_chunk_run_within_a_chunk(tmp_path):
+def test_chunked_attention_runs_within_one_chunk(tmp_path):
     expected = greedy(save_tiny(tmp_path, "llama4_text"), PROMPTS, 10)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "attention_chunk_size": 40}))

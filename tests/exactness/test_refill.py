@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import InMemory, save_drawn, save_opt
-from runs import stopping
+from runs import some_requests, stopping
 from strategies import lossless_policies, model_shapes, speculative_policies
 from toy_machine import machine
 
@@ -52,14 +52,6 @@ def answers(
         left = left[waiting]
     weights.close()
     return tokens
-
-
-def some_requests(seed: int, count: int, longest: int = 70, vocab: int = 61) -> tuple[list, list, list]:
-    """Draw prompts, limits of their answers, and the number of tokens after which each ends by itself."""
-    generator = np.random.default_rng(seed)
-    prompts = [generator.integers(3, vocab, generator.integers(1, longest)).tolist() for _ in range(count)]
-    max_tokens = generator.integers(1, 20, count).tolist()
-    return prompts, max_tokens, [int(generator.integers(1, length + 5)) for length in max_tokens]
 
 
 @settings(max_examples=10)

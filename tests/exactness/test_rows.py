@@ -12,7 +12,7 @@ from flexhybrid.runtime.verbs import computing
 
 
 @pytest.mark.parametrize("save", [save_opt, save_llama])
-def test_rows_at_a_time_give_transformers_tokens(tmp_path, monkeypatch, save):
+def test_prompts_computed_in_pieces_of_rows_give_transformers_tokens(tmp_path, monkeypatch, save):
     save(tmp_path)
     generator, rows = np.random.default_rng(0), []
     own = computing._finish_by_rows

@@ -109,7 +109,7 @@ def test_the_plan_of_memory_holds_the_work_of_recurrent_layers(tiny_of, model_ty
     assert least < max(shares) <= 1
 
 
-def test_what_a_recurrent_model_cannot_do_is_said(tiny_of):
+def test_a_recurrent_model_refuses_what_it_cannot_do(tiny_of):
     checkpoint, _ = tiny_of("lfm2")
     shape = checkpoint.shape
     assert not may_share(Policy(), shape) and "recurrent" in str(sharing_limit(Policy(), shape))
@@ -121,7 +121,7 @@ def test_what_a_recurrent_model_cannot_do_is_said(tiny_of):
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "mamba"])  # buffers made in a dtype; states in float32
-def test_bfloat16_errs_as_transformers_own(tmp_path, model_type):
+def test_bfloat16_has_the_errors_of_transformers_bfloat16(tmp_path, model_type):
     """With forced texts of unequal lengths, logits are as far from the float32 model as transformers' bfloat16 ones."""
     from transformers import AutoModelForCausalLM
 

@@ -47,7 +47,7 @@ def test_a_model_that_takes_sound_and_has_no_part_for_text_is_refused(tmp_path):
         Checkpoint(tmp_path)
 
 
-def test_what_is_float32_whatever_a_model_computes_in_stays_so(tmp_path):
+def test_tensors_that_a_model_keeps_in_float32_stay_so(tmp_path):
     from transformers import AutoModelForCausalLM
 
     save_tiny(tmp_path, "deepseek_v3")

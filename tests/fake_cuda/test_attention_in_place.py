@@ -49,7 +49,7 @@ def checkpoint(tiny_opt):
 
 
 @pytest.mark.parametrize("name", ["mixed tiers", "everywhere"])
-def test_policies(checkpoint, launches, name):
+def test_policies_with_attention_in_place(checkpoint, launches, name):
     source, expected = checkpoint
     with fake_cuda(seed=len(name)) as watch:
         result = run_under(source, EVERYWHERE if name == "everywhere" else POLICIES[name], attention=IN_PLACE)

@@ -59,7 +59,7 @@ def test_streams_have_caches_of_their_own():
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_what_another_stream_uses_is_free_once_that_has_come_so_far(expandable):
+def test_memory_in_use_by_another_stream_is_free_after_its_work(expandable):
     allocator = CachingAllocator(expandable=expandable)
     block = allocator.allocate(20 * MIB, "compute")
     allocator.record_stream(block, "d2h")
@@ -72,7 +72,7 @@ def test_what_another_stream_uses_is_free_once_that_has_come_so_far(expandable):
     assert allocator.reserved == 40 * MIB and allocator.allocated == 40 * MIB
 
 
-def test_when_nothing_is_left_the_cache_goes_first():
+def test_a_full_allocator_frees_its_cache_before_it_fails():
     allocator = CachingAllocator(limit=100 * MIB)
     kept, gone = allocator.allocate(40 * MIB), allocator.allocate(50 * MIB)
     allocator.free(gone)

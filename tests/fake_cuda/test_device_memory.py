@@ -38,7 +38,7 @@ def test_segments_may_grow_on_cuda_alone(asked):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_the_user_has_set_stays(asked, monkeypatch, name):
+def test_settings_of_the_user_stay(asked, monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:64")
     allow_expandable_segments(torch.device("cuda"))
     assert asked == ["max_split_size_mb:64,expandable_segments:True"]

@@ -504,7 +504,7 @@ def test_a_planted_fault_is_found(case, name):
     assert found != expected
 
 
-def test_what_is_packed_may_lie_elsewhere_each_time(case, monkeypatch):
+def test_packed_rows_may_have_other_addresses_each_time(case, monkeypatch):
     source, policy, expected = case("few bits")
     projections_without_graphs(monkeypatch)
     with fake_cuda():
@@ -587,7 +587,7 @@ def test_a_replay_is_what_was_recorded():
         assert target.tolist() == [11] * 4
 
 
-def test_what_cannot_be_captured_is_launched_kernel_by_kernel(case, monkeypatch):
+def test_verbs_that_cannot_be_captured_are_launched_kernel_by_kernel(case, monkeypatch):
     """The run continues with the right tokens, and reports the reason."""
     source, policy, expected = case("on the device")
     finish, executors = VERB_FUNCTIONS["finish"], []

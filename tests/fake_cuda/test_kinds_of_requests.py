@@ -23,7 +23,7 @@ from fake_cuda.test_streams import (
     undeclared,
     without_hazard,
 )
-from runs import engine_of, stopping
+from runs import engine_of, some_requests, stopping
 from tiny_models import greedy
 
 from flexhybrid.core.admission import Places, open_batch
@@ -48,7 +48,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_layers_keep_beside_keys_and_values(tiny_of, name):
+def test_states_and_latents(tiny_of, name):
     kind, policy = KINDS[name]
     source, model = tiny_of(kind)
     prompts = [prompt[:18] for prompt in PROMPTS]  # no layer has a window
@@ -56,14 +56,6 @@ def test_what_layers_keep_beside_keys_and_values(tiny_of, name):
         result = run_under(source, policy, requests=(prompts, MAX_TOKENS))
     assert result.tokens == greedy(model, prompts, MAX_TOKENS)
     check_clean(result, watch)
-
-
-def some_requests(count: int = 5) -> tuple[list, list, list]:
-    """Draw prompts, answer limits, and the number of tokens after which each answer ends."""
-    generator = np.random.default_rng(3)
-    prompts = [generator.integers(3, 61, generator.integers(1, 40)).tolist() for _ in range(count)]
-    max_tokens = generator.integers(1, 16, count).tolist()
-    return prompts, max_tokens, [int(generator.integers(1, length + 5)) for length in max_tokens]
 
 
 def queue_under(source, policy: Policy, requests, places: int, share: float):
@@ -92,7 +84,7 @@ def check_queue(source, model, policy: Policy, requests, places: int, seed: int 
 
 
 def test_requests_that_join_leave_and_are_preempted(tiny_of):
-    check_queue(*tiny_of("lfm2"), replace(HYBRID, max_mini_batch_tokens=120), some_requests(), 3)
+    check_queue(*tiny_of("lfm2"), replace(HYBRID, max_mini_batch_tokens=120), some_requests(3, 5, 40), 3)
 
 
 def test_preempted_requests_give_their_blocks_of_the_device_to_others_at_once(tiny_of):
@@ -176,7 +168,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_of_what_layers_keep_is_found(tiny_of, name):
+def test_a_planted_fault_of_states_or_latents_is_found(tiny_of, name):
     of, changed = PLANTED[name]
     kind, policy = KINDS[of]
     check_found(lambda: run_under(tiny_of(kind)[0], policy, changed, requests=FEW))
@@ -198,4 +190,4 @@ def test_a_grammar_that_does_not_wait_for_its_token_is_found(tiny_of):
 def test_a_planted_fault_of_requests_that_join_is_found(tiny_of):
     source, policy = tiny_of("lfm2")[0], replace(HYBRID, max_mini_batch_tokens=120)
     plant = partial(without_hazard, "write_after_read")
-    check_found(lambda: queue_under(source, policy, some_requests(4), 3, 0.01), plant)
+    check_found(lambda: queue_under(source, policy, some_requests(3, 4, 40), 3, 0.01), plant)

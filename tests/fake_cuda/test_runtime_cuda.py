@@ -42,7 +42,7 @@ class BrokenStream:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_the_first_error_of_a_device_is_told_and_every_lane_joined():
+def test_the_first_error_of_a_device_is_raised_and_every_lane_joined():
     """After an error every call of the device raises, including those that end the run."""
     drained: list[str] = []
 
@@ -157,7 +157,7 @@ def by_second_api() -> None:
 
 
 @pytest.mark.parametrize("ask", [lambda: torch.set_float32_matmul_precision("high"), by_second_api, lambda: None])
-def test_how_products_round_is_restored_by_whichever_api_it_was_set(ask):
+def test_the_rounding_of_products_is_restored_by_the_api_that_set_it(ask):
     def state():
         try:
             first = torch.get_float32_matmul_precision()

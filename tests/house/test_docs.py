@@ -114,7 +114,7 @@ def test_every_block_of_a_page_works_as_written(name, clone, capsys, monkeypatch
     check_git_ignores(clone)
 
 
-def test_the_fields_that_are_not_read_are_those_of_the_page():
+def test_unread_fields_are_those_of_the_page():
     (sentence,) = re.findall(r"These fields are accepted and not read: (.*?)\.", PAGE, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", sentence)) == IGNORED - {"model"}
 

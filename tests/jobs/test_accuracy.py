@@ -206,7 +206,7 @@ def test_one_document_has_no_interval(checkpoint, text_file, tmp_path):
 
 
 @one_model
-def test_what_infinigen_fetched_is_what_a_prediction_takes(checkpoint, text_file, tmp_path):
+def test_predictions_use_the_share_that_infinigen_fetched(checkpoint, text_file, tmp_path):
     """accuracy.json holds the fetched share by alpha, for the layers that select. `simulate` reads it for a policy by
     name."""
     names = ("infinigen(alpha=0.01,cap=1.0)", "infinigen(alpha=0.1,cap=1.0)", ALL_CHOSEN)
@@ -264,7 +264,7 @@ def test_the_command_line_prints_one_json_object(checkpoint, text_file, tmp_path
         (["--policies", "kvpr_row"], "flexhybrid profile"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_first_run(
+def test_wrong_options_are_refused_before_the_first_run(
     checkpoint, text_file, tmp_path, capsys, monkeypatch, changes, words
 ):
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path))  # where no profile is

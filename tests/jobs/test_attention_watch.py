@@ -64,7 +64,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_columns_hold_the_keys_of_the_tokens_they_are_said_to_hold(checkpoint, recorded, name):
+def test_columns_hold_the_keys_of_their_tokens(checkpoint, recorded, name):
     (texts, full), seen = recorded, []
 
     def watch(executor, members):

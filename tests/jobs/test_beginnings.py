@@ -71,7 +71,7 @@ def test_beginnings_of_texts_are_those_of_their_tokens():
                 assert all(ids[i][:tokens] == ids[request][:tokens] for i in others)
 
 
-def test_later_chunks_know_what_earlier_ones_began_with(monkeypatch):
+def test_later_chunks_share_beginnings_of_earlier_ones(monkeypatch):
     system, rng = list(range(100)), np.random.default_rng(0)
     prompts = [[*system, *rng.integers(200, 900, 20).tolist()] for _ in range(12)]
     prompts += [[*range(300, 360), n] for n in range(3)] + [[n, *system] for n in range(3)]

@@ -268,7 +268,9 @@ def test_systems_are_written_as_tables_and_figures(systems_run):
         (("absent.json",), "absent.json"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, cpu_dtype, tmp_path, monkeypatch):
+def test_systems_that_cannot_be_compared_are_refused_before_the_profile(
+    systems, words, cpu_dtype, tmp_path, monkeypatch
+):
     disk = tmp_path / "disk.json"
     disk.write_text(Policy("on_disk", cache={"kv@disk": 1.0}).to_json())
     monkeypatch.setattr(job, "measure_hardware", lambda *rest, **more: pytest.fail("measured before it was checked"))
@@ -289,7 +291,7 @@ def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, c
         (dict(gen_len=5000), "--output-len 5000"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_by_their_flags(numbers, words, cpu_dtype):
+def test_impossible_sizes_are_refused_by_their_flags(numbers, words, cpu_dtype):
     with pytest.raises(InputError, match=words):
         settle(CompareOptions(device="cpu", shape=SMALL, **numbers))
 
@@ -489,7 +491,7 @@ def test_the_search_missed_only_if_rounds_do_not_overlap(others, told):
     assert verdict(result | {"search": None}) == ""
 
 
-def test_figures_say_what_they_show(monkeypatch, tmp_path):
+def test_figures_are_labelled(monkeypatch, tmp_path):
     """Titles name machine, model and link; the virtual curve includes the star; no bar is higher than its step."""
     drawn = {}
     monkeypatch.setattr(draw, "save", lambda figure, path: drawn.setdefault(path.stem, figure.axes[0]))

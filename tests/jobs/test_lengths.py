@@ -107,7 +107,7 @@ def test_simulate_shows_ramp_steady_state_and_drain(tmp_path, capsys, as_json):
     assert "--lengths says how long" in capsys.readouterr().err
 
 
-def test_the_search_for_a_queue_is_no_worse_than_what_it_was_given():
+def test_the_search_for_a_queue_is_no_worse_than_its_start():
     """Answers end at a sixth of their limits; a search for the limits reserves too much memory for contexts."""
     rng = np.random.default_rng(0)
     answers = np.clip(rng.exponential(20, 60), 1, 120).astype(int)
@@ -121,7 +121,7 @@ def test_the_search_for_a_queue_is_no_worse_than_what_it_was_given():
     assert chosen.run.total_s <= price_queue(problem, plain, workload, 16).total_s
 
 
-def test_auto_asks_the_queue_where_answers_are_known(monkeypatch):
+def test_auto_searches_by_the_queue_if_answers_are_known(monkeypatch):
     workload = Workload(np.full(40, 60), np.full(40, 120), np.full(40, 9))
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(), budgets=Budgets(device=40 * MIB, host=90 * MIB))
     plain, asked = Policy("plain", cache={"kv@host": 1.0}), []
@@ -142,7 +142,7 @@ def test_a_mean_that_no_answers_have_is_refused(mean, tmp_path):
         check_options(RunOptions(tmp_path / "in", tmp_path / "out", LLMArguments("m"), answer_tokens=mean))
 
 
-def test_a_table_says_what_prompts_begin_with(tmp_path):
+def test_a_table_has_the_shared_beginnings_of_prompts(tmp_path):
     header = ("prompt_tokens", "max_tokens", "prefix", "prefix_tokens")
     rows = [(90, 3, "a/b", "40/81"), (50, 2, "a", "40"), (30, 1, "", "")]
     path = write(tmp_path / "lengths.csv", rows, header)

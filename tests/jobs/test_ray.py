@@ -115,9 +115,7 @@ def page(tmp_path, monkeypatch) -> list[str]:
     return shlex.split(command)
 
 
-def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
-    page, two_cpus, tmp_path, monkeypatch, capsys
-):
+def test_a_killed_actor_loses_and_doubles_no_line(page, two_cpus, tmp_path, monkeypatch, capsys):
     """The command is as written, with 8 requests at a time and with draws 3.6e-6 off a token's boundary, since batches
     round differently. Each message arrives alone: Ray gathers 128 MiB, so an hours-long job would show no progress."""
     from ray.data import Dataset
@@ -152,7 +150,7 @@ def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
     assert answers(tmp_path / "cluster.jsonl") == answers(tmp_path / "local.jsonl")
 
 
-def test_either_engine_goes_on_with_what_the_other_left(run, two_cpus, tmp_path, monkeypatch, capsys):
+def test_either_engine_continues_the_job_of_the_other(run, two_cpus, tmp_path, monkeypatch, capsys):
     source = requests(tmp_path / "in.jsonl", 24)
     assert run(source, tmp_path / "local.jsonl") == 0
 
@@ -249,7 +247,7 @@ def test_an_actor_plans_the_lengths_and_log_probabilities_that_the_job_counts(ti
         ([(4, 0), (4, 0)], "cpu", 3, (3, 2, 2, 0)),
     ],
 )
-def test_one_executor_a_gpu_or_actors_per_node(nodes, device, asked, expected):
+def test_there_is_one_executor_per_gpu_or_some_actors_per_node(nodes, device, asked, expected):
     resources = [{"Alive": True, "Resources": {"CPU": cpus, "GPU": gpus}} for cpus, gpus in nodes]
     ray = SimpleNamespace(nodes=lambda: [*resources, {"Alive": False, "Resources": {"CPU": 64, "GPU": 64}}])
     found = replicas_of(ray, device, asked)
@@ -326,7 +324,7 @@ def test_a_local_cluster_is_started_only_where_no_address_is_given(tmp_path, mon
         pass
 
 
-def test_the_clusters_of_this_user_are_told_from_those_of_others(two_cpus, monkeypatch):
+def test_clusters_of_this_user_are_distinguished_from_others(two_cpus, monkeypatch):
     import ray
 
     here = ray.get_runtime_context().gcs_address
@@ -359,9 +357,7 @@ def status_of(url: str) -> dict:
         return json.load(response)
 
 
-def test_a_cascade_answers_on_ray_as_it_does_here_beside_another_and_loses_nothing_when_a_replica_dies(
-    two_cpus, tmp_path, monkeypatch, capsys
-):
+def test_a_cascade_on_ray_gives_the_local_answers_even_if_a_replica_dies(two_cpus, tmp_path, monkeypatch, capsys):
     """The whole command over HTTP with a plan and a killed replica, then its file; another cascade comes and goes
     meanwhile. Both models fail at a tenth of the requests, the large one at another tenth, which fall back."""
     from ray import serve

@@ -98,7 +98,7 @@ def test_rows_that_overlap_or_lie_too_far_apart_are_copied_one_by_one(copied, mo
         assert copied(target, pool, (run,)).calls == 3 and torch.equal(target, wanted)
 
 
-def test_what_the_runtime_refuses_is_told(monkeypatch):
+def test_a_refusal_of_the_runtime_is_reported(monkeypatch):
     target, pool, runs = case(0, even=True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
     monkeypatch.setattr(cuda, "memcpy_2d", lambda: lambda *_: 700)

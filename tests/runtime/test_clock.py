@@ -157,7 +157,7 @@ class SetTime:
         return self.cpu
 
 
-def test_the_times_of_a_lane_tell_what_it_waited_for(monkeypatch):
+def test_times_of_a_lane_are_split_by_what_it_waited_for(monkeypatch):
     """Tasks run one by one on this thread; all seconds are given, and sums are computed by hand."""
     time, ready = SetTime(), []
     monkeypatch.setattr(lanes, "time", time)

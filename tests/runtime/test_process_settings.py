@@ -65,7 +65,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_tokens_do_not_depend_on_what_others_have_set(model, settings):
+def test_tokens_do_not_depend_on_settings_of_the_process(model, settings):
     """Before a model is made, between two calls, and while it lives."""
     folder, expected = model
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)

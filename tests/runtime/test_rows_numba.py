@@ -256,7 +256,7 @@ def test_threads_share_all_rows_and_as_few_take_part_as_the_bytes_are_worth(coun
 
 @converts
 @pytest.mark.parametrize("kernel", ["quantize", "dequantize"])
-def test_packing_refuses_what_it_would_leave_its_memory_with(kernel):
+def test_packing_refuses_addresses_outside_its_memory(kernel):
     rows, packed = torch.zeros(3, 128), torch.zeros(3, packed_bytes(128, 4), dtype=torch.uint8)
 
     def run(rows, packed):
@@ -278,7 +278,7 @@ def test_packing_refuses_what_it_would_leave_its_memory_with(kernel):
 
 
 @pytest.mark.parametrize("which", ["target", "source"])
-def test_copies_refuse_what_they_would_leave_their_memory_with(which):
+def test_copies_refuse_addresses_outside_their_memory(which):
     def run(pieces=None, **changed):
         ends = {name: kernels.Rows(torch.zeros(5, 4), 16, np.arange(3)) for name in ("target", "source")}
         ends[which] = ends[which]._replace(**changed)

@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import stat
-import subprocess
 import sys
 import textwrap
 import threading
@@ -239,7 +238,7 @@ def test_a_file_shortened_under_way_is_an_error_that_tells_where(tmp_path):
         assert torch.equal(back, noise(8 * MIB)[:MIB])
 
 
-def test_an_unkept_error_is_freed_at_once(tmp_path):
+def test_an_error_that_nobody_holds_is_freed_at_once(tmp_path):
     """Two lanes may fail on one shortened file; the error that is not raised holds buffers until it is freed."""
 
     def failed() -> weakref.ref:
@@ -262,7 +261,7 @@ def test_an_unkept_error_is_freed_at_once(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("direction", ["read", "write"])
-def test_what_the_system_refuses_is_told_in_one_line_and_ends_only_that_call(tmp_path, monkeypatch, direction, code):
+def test_a_refusal_of_the_system_is_one_line_and_ends_only_that_call(tmp_path, monkeypatch, direction, code):
     name = {"read": "preadv", "write": "pwritev"}[direction]
     real = getattr(os, name)
 
@@ -286,7 +285,7 @@ def test_what_the_system_refuses_is_told_in_one_line_and_ends_only_that_call(tmp
         assert torch.equal(back, memory)
 
 
-def test_a_limit_on_file_sizes_is_told(tmp_path, monkeypatch):
+def test_a_limit_on_file_sizes_is_reported(tmp_path, monkeypatch):
     def limited(*_):
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
@@ -319,7 +318,7 @@ def test_no_room_names_the_folder_and_the_bytes_and_leaves_nothing(tmp_path):
     assert open_files() == before and list(tmp_path.iterdir()) == [] and disk_threads() == []
 
 
-def test_a_folder_that_cannot_be_used_is_told(tmp_path):
+def test_a_folder_that_cannot_be_used_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot make a scratch file in .*file.*name another folder"):
         DiskSpace(tmp_path / "file", MIB)
@@ -413,10 +412,6 @@ def test_closing_between_requests_waits_for_those_under_way(tmp_path, monkeypatc
     assert len(begun) == disk.NUM_WORKERS and "closed" in outcome[0] and space._file.fd == scratch_file.CLOSED
 
 
-def run_program(program: str, **options) -> subprocess.CompletedProcess:
-    return warm_python.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, **options)
-
-
 #: no_unnamed_files for another process
 NAMED = """
     import errno, os, sys
@@ -438,7 +433,7 @@ def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path):
     space.write([(0, aligned_host_bytes({16 * MIB}))])
     print(len(os.listdir({str(tmp_path)!r})))
 {end}"""
-        done = run_program(program)
+        done = warm_python.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT)
         assert (done.returncode, done.stdout, done.stderr) == (3 if end else 0, "0\n", "")
 
 

@@ -47,7 +47,7 @@ SHAPES = [
 def held_device(engine, executor) -> dict[str, int]:
     """Return bytes of the device's tensors by the plan's names."""
     buffers, weights, pools = engine.buffers, engine.weights, engine.buffers.pools
-    on_device = [(space, pool) for space, pool in pools.items() if pool_tier(space, buffers) == "device"]
+    on_device = [(space, pool) for space, pool in pools.items() if space not in buffers.strips]
     tables = executor.steps.rotary or ()
     return {
         "resident weights": sum(one.nbytes for one in weights.resident),
@@ -86,10 +86,6 @@ def held_by_selection(selection: SelectionHooks) -> dict[str, int]:
 def kept_in(space: str) -> str:
     """Return the representation of a pool."""
     return space.split(".")[-1].split("@")[0]
-
-
-def pool_tier(space: str, buffers) -> str:
-    return "host" if space in buffers.strips else "device"
 
 
 @settings(max_examples=60)

@@ -116,7 +116,7 @@ def test_the_rest_is_as_good_as_brute_force():
         ("embedding.cloud=1", "unknown tier"),
     ],
 )
-def test_what_cannot_be_kept_is_one_clear_line(kept, words):
+def test_fields_that_cannot_be_kept_are_refused_in_one_line(kept, words):
     with pytest.raises(InputError, match=words) as error:
         found(kept)
     assert "\n" not in str(error.value)

@@ -182,7 +182,7 @@ def test_three_solvers_agree(seed, limited):
             assert solve_with_pulp(program) == pytest.approx(seconds, rel=1e-7)
 
 
-def test_what_is_given_up_is_above_the_cutoff_and_nothing_below_it_is():
+def test_programs_are_given_up_only_above_the_cutoff():
     grid = grid_of(problem_with())
     choices = np.arange(grid.num_choices)
     programs = grid.programs(choices)

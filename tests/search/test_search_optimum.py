@@ -339,7 +339,7 @@ def test_more_of_anything_never_lowers_the_optimum(resource, factor, link, devic
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
+def test_the_advised_change_is_the_least_that_suffices(tier):
     options = {"weights_device": 0.0, "batch": 32, "mini_batch_tokens": (1024,), "space": PLAIN}
     other = {"device": 64, "host": 64}
 
@@ -417,7 +417,7 @@ def test_batches_are_dense_then_a_sixteenth_apart():
     assert (np.diff(grid)[64:] <= grid[64:-1] // 16).all()
 
 
-def test_the_memory_that_a_refusal_asks_for_is_enough_for_the_longest_request():
+def test_the_memory_of_a_refusal_is_enough_for_the_longest_request():
     """The mean lengths, which are searched first, need less."""
     lengths = Workload(np.array([10] * 9 + [1500]), np.full(10, 32))
 

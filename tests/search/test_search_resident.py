@@ -41,7 +41,7 @@ def disturbed_machine(slower: float = 3.0) -> Hardware:
 
 
 @pytest.mark.parametrize("clock", ["closed", "virtual"])
-def test_what_stays_on_the_device_is_priced_undisturbed(clock):
+def test_resident_policies_are_priced_undisturbed(clock):
     """Its price is that on a machine that is never disturbed; policies with transfers have the disturbed price."""
     known, lengths = disturbed_machine(), (3, 60, 6)
     never, always = machine(), replace(known, lines={k: v for k, v in known.lines.items() if "_alone" not in k})
@@ -73,7 +73,7 @@ def test_candidates_side_by_side_have_each_their_own_lines():
 @pytest.mark.parametrize("known", [machine(), disturbed_machine()], ids=["one line a verb", "lines of their own"])
 @pytest.mark.parametrize("space", [PLAIN, LOSSLESS], ids=["plain", "lossless"])
 @pytest.mark.parametrize("options", [{"batch": 32}, {"max_batch": 40}, {"objective": "latency"}], ids=str)
-def test_what_fits_the_device_stays_there(known, space, options):
+def test_everything_that_fits_the_device_stays_there(known, space, options):
     """A share of the keys on the host would save a launch on the device, which binds: less than the error of
     predictions."""
     problem = Problem(shape=SHAPE, hardware=known)
@@ -84,7 +84,7 @@ def test_what_fits_the_device_stays_there(known, space, options):
     assert seconds <= (1 + MODEL_ERROR) * least and seconds <= (1 + found.gap) * least * 1.003
 
 
-def test_the_device_is_left_for_what_is_faster_by_more_than_the_margin():
+def test_another_policy_must_be_faster_than_resident_by_the_margin():
     """Two margins are just below and above the gain of a machine whose host attends much faster."""
     known = machine(link=50.0)
     slow = replace(known, lines={**known.lines, "attend": Line(4e-3, 0.0, 0.0), "assemble": Line(2e-3, 0.0, 0.0)})

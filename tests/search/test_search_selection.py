@@ -35,7 +35,7 @@ def results():
     return {expected: found_with(expected) for expected in (None, 0.02, 0.2)}
 
 
-def test_no_selection_unasked(results):
+def test_no_selection_without_request(results):
     assert results[None].policy.selection == Selection() and results[None].selected is None
 
 
@@ -87,7 +87,7 @@ def test_a_limit_that_only_a_selection_keeps():
 @pytest.mark.parametrize(
     "kept", [{"entries": ("act@host",)}, {"attention": ("host",)}, {"kept": (("packing", "balance"),)}]
 )
-def test_what_is_kept_binds_the_selection_too(kept):
+def test_kept_fields_bind_the_selection_too(kept):
     found = found_with(0.02, space=replace(FULL, **kept), weights_device=1.0)
     assert found.selected is None and found.policy.selection == Selection()
 
@@ -100,7 +100,7 @@ def test_lossless_and_a_selection_contradict_each_other():
 
 
 @pytest.mark.parametrize("alpha, expected, wanted", [(4.0, 0.1, 100), (4.0, 0.9, 200), (math.inf, None, 200)])
-def test_a_measured_share_and_an_endless_threshold_say_what_is_fetched(alpha, expected, wanted):
+def test_the_fetched_share_is_measured_or_all_for_an_infinite_threshold(alpha, expected, wanted):
     selection = infinigen(alpha, expected=expected).selection
     assert selected_tokens(selection, 1000) == wanted <= most_selected(selection, 1000)
     assert (np.diff(selected_tokens(selection, np.arange(1, 3000))) >= 0).all()

@@ -166,7 +166,7 @@ def test_a_batch_that_does_not_fit_runs_in_waves():
     )
 
 
-def test_what_does_not_fit_says_which_tier_lacks_how_much():
+def test_a_system_that_does_not_fit_names_the_tier_and_its_lack():
     tight = replace(link_machine(), device_memory=2**20)
     with pytest.raises(InputError, match="device memory: one request needs .* short; the largest part is"):
         run_system("kv_only", setting_of(SMALL, tight, 2, 64, 2))
@@ -225,7 +225,7 @@ def test_every_system_is_run_or_refused_by_name_with_the_reason(name):
     "text, words",
     [("kv_only(cache_link=0.5)", "cache_link"), ("fastdecode(gpus=2)", "one device"), ("flexgn", "did you mean")],
 )
-def test_what_only_the_simulator_knows_is_refused(text, words):
+def test_systems_of_the_simulator_alone_are_refused_to_run(text, words):
     with pytest.raises(InputError, match=words):
         systems.policy_anywhere(text, SMALL)
 
@@ -273,7 +273,7 @@ def test_alpha_and_a_measured_file_change_a_prediction(tmp_path):
         system(f"infinigen(expected={tmp_path / 'missing.json'})", SETTING)
 
 
-def test_where_a_cache_lies_may_be_said(tmp_path):
+def test_the_tier_of_a_cache_may_be_given(tmp_path):
     assert dict(system("accelerate(cache=device, weights_device=0)", SETTING).policy.cache) == {"kv@device": 1.0}
     assert dict(system("h2o(0.3, cache=device)", SETTING).policy.cache) == {"kv@device": 1.0}
     assert system("capture(weights_device=0.5)", SETTING).policy.weights == Placement(device=0.5, host=0.5)
@@ -297,7 +297,7 @@ def test_deepspeeds_best_batch_is_one_that_its_code_has_memory_for():
     assert same.tokens_per_s == pytest.approx(run.tokens_per_s) and same.num_waves == 1
 
 
-def test_what_is_given_takes_the_place_of_what_is_known_of_flexgens_products():
+def test_given_rates_replace_those_known_of_flexgens_products():
     setting = setting_of(shape_by_name("opt-6.7b"), catalogue.load("rtx4090"), 8, 512, 8)
     known, all_of_them = (system(text, setting).hardware for text in ("flexgen", "flexgen(gemm=1)"))
     assert all_of_them.line("project", "compute") == setting.machine.line("project", "compute")

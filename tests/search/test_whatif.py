@@ -62,7 +62,7 @@ def test_a_field_is_varied(tmp_path, asked):
 
 
 @pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
-def test_what_varies_is_drawn(ending, tmp_path, asked):
+def test_a_varied_field_is_drawn(ending, tmp_path, asked):
     path = tmp_path / f"batches.{ending}"
     with every_format():
         asked("--vary", "batch=1,2,4", "--plot", str(path))
@@ -79,7 +79,7 @@ def test_a_value_that_cannot_run_is_a_row_and_not_the_end(capsys, asked):
     assert "1MiB             -" in said and "kv_only: kv_only on t4" in said
 
 
-def test_what_changes_the_tokens_is_marked(capsys, asked):
+def test_systems_that_change_the_tokens_are_marked(capsys, asked):
     arguments = ("--compare", "kv_only,int4,h2o(0.5)", "--batch", "2")
     told = asked(*arguments)["runs"]
     assert {row["system"]: row["lossless"] for row in told} == {"kv_only": True, "int4": False, "h2o(0.5)": False}
@@ -119,7 +119,7 @@ def test_predictions_of_short_runs_note_the_missing_start(what, capsys):
         assert ("not counted: the start of a run" in capsys.readouterr().out) == short
 
 
-def test_the_rivals_are_said_to_be_free(monkeypatch, capsys):
+def test_rivals_are_reported_as_not_bound_by_kept_fields(monkeypatch, capsys):
     monkeypatch.setattr(searches, "LOSSLESS_RIVALS", ("kv_only", "act_only"))
     flags = ("--keep", "cache.act@disk=0", "hidden=host", "--attention", "device")
     assert cli.main(["search", *MODEL, "--batch", "2", "--lossless", *flags]) == 0
@@ -223,7 +223,7 @@ def test_a_sweep_takes_policy_files_and_memories(tmp_path):
     assert float(rows[1]["tokens_per_s"]) == pytest.approx(run_point(point)[-1].tokens_per_s)
 
 
-def test_a_rival_at_its_best_is_never_worse_than_as_it_comes():
+def test_a_rival_at_its_best_is_not_worse_than_by_default():
     setting = Setting(Problem(shape=SMALL, hardware=catalogue.load("t4")), 64, 200, 8)
     for name in ("kv_only", "act_only", "hybrid_static", "resident", "kvpr_column", "deepspeed", "int4", "flexgen"):
         made, run = at_best(name, setting, free=True)
@@ -307,17 +307,13 @@ def test_rates_that_change_the_choice_are_reported():
             there = with_share(_machine(), name, end)
             best = search(replace(problem, hardware=there), workload, settings)
             setting = Setting(replace(problem, hardware=there), found.batch, 400, 16)
-            own = run_point_rate(setting, found.policy)
-            lost = best.prediction["tokens_per_s"] / own - 1
+            lengths = setting.batch, setting.prompt_tokens, setting.max_tokens
+            own = simulate(setting.problem, found.policy, *lengths)
+            lost = best.prediction["tokens_per_s"] / own.tokens_per_s - 1
             assert lost <= (rates[name].loses if name in rates else TOLERANCE) + 0.01
     rate = next(iter(rates.values()))
     low, high = rate.plausible
     assert min(low, rate.value) <= rate.from_value <= max(high, rate.value)
-
-
-def run_point_rate(setting: Setting, policy: Policy) -> float:
-    lengths = setting.batch, setting.prompt_tokens, setting.max_tokens
-    return simulate(setting.problem, policy, *lengths).tokens_per_s
 
 
 # ---- the rest

@@ -44,7 +44,7 @@ def turned_by(checkpoint):
     return turned
 
 
-def test_logits_stay_what_transformers_has(model):
+def test_logits_are_still_transformers_own(model):
     reference, plain, skewed = model
     text = np.random.default_rng(4).integers(3, 61, 70).tolist()
     with torch.inference_mode():
@@ -73,14 +73,14 @@ def test_matrices_are_orthogonal_and_gather_the_queries(model):
             assert torch.allclose(product.diag().sqrt(), torch.linalg.svdvals(heads), rtol=1e-6, atol=1e-6)
 
 
-def test_a_text_shorter_than_a_head_is_wide_will_do(tmp_path):
+def test_a_text_may_be_shorter_than_the_width_of_a_head(tmp_path):
     MODELS["opt"](tmp_path / "plain")
     checkpoint = Checkpoint(tmp_path / "plain")
     for a_Gdd in skewing_matrices(checkpoint, SAMPLE[:5]):
         assert torch.allclose(a_Gdd @ a_Gdd.mT, torch.eye(16, dtype=a_Gdd.dtype).expand(4, -1, -1), atol=1e-10)
 
 
-def test_what_is_there_is_not_overwritten(model, tmp_path):
+def test_an_existing_folder_is_not_overwritten(model, tmp_path):
     with pytest.raises(InputError, match="is there already"):
         save_skewed(model[1], SAMPLE, tmp_path)
 
@@ -94,7 +94,7 @@ def test_matrices_of_another_model_are_refused(tmp_path):
         Checkpoint(tmp_path / "one skewed").skew(1)
 
 
-def test_the_command_writes_a_checkpoint_and_says_what_is_wrong(tmp_path, capsys, as_json):
+def test_the_command_writes_a_checkpoint_or_names_the_error(tmp_path, capsys, as_json):
     shipped, text = "flexhybrid/shipped/opt-stdlib-4m", tmp_path / "sample.py"
     text.write_text("def close(self):\n    self.file.close()\n" * 20, encoding="utf-8")
     command = ["skew", "--model", shipped, "--out", str(tmp_path / "skewed"), "--text"]

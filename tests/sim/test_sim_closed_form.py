@@ -137,7 +137,7 @@ def test_a_static_cache_recomputes_all_that_is_reserved():
 
 @pytest.mark.parametrize("victim", ["lru", "counter"])
 @pytest.mark.parametrize("share", [0.3, 0.8])
-def test_both_clocks_know_what_the_way_of_a_prompt_into_a_pool_costs(share, victim):
+def test_both_clocks_price_the_way_of_a_prompt_into_a_pool(share, victim):
     """Token after token, as one by one counted here, and so more than a pool that drops the oldest."""
 
     def case(order):
@@ -261,7 +261,7 @@ def test_a_repeated_iteration_is_the_one_laid_out(changes, layers, mini_batches)
 
 
 @pytest.mark.parametrize("schedule", ["column", "row"])
-def test_packed_weights_wait_alike_whatever_part_is_resident(schedule):
+def test_packed_weights_wait_alike_for_every_resident_share(schedule):
     """They are unpacked as a whole: three of the classes of resident layers are one, native ones are not."""
 
     def runs(bits) -> list:
@@ -291,7 +291,7 @@ def test_attention_in_place_waits_for_what_it_reads(weights_device, act):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_streams_of_all_kinds_mean_what_they_say(kind):
+def test_streams_of_all_kinds_pass_the_trace_checker(kind):
     checked = [one for one in whole_runs(kind) if one.violations is not None]
     assert len(checked) == 8
     for one in checked:
@@ -361,7 +361,7 @@ def test_a_policy_becomes_its_candidate():
         (dict(selection=infinigen(whole_layers=49).selection), "whole_layers is 49; opt-30b has 48 layers"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(fields, words):
+def test_policies_that_cannot_be_planned_are_refused(fields, words):
     with pytest.raises(InputError, match=words):
         predict(PROBLEM, Candidates(Policy(**fields), 1, 100, 10))
 

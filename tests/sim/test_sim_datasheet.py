@@ -98,7 +98,7 @@ def test_a_broken_datasheet_names_file_and_field(change, words, tmp_path):
     assert words in str(error.value) or words == "did you mean"
 
 
-def test_an_answer_says_what_was_asked_and_where_its_rates_come_from(capsys, as_json):
+def test_an_answer_has_its_inputs_and_the_source_of_its_rates(capsys, as_json):
     plain = as_json("simulate", "--hardware", "t4", *RUN)
     assert plain["inputs"] == {"system": "capture", "model": "opt-6.7b", "hardware": "t4", "batch": 8, "prompt_len": 64,
                                "gen_len": 8, "clock": "closed"}  # fmt: skip
@@ -121,7 +121,7 @@ def test_rates_and_memories_are_set_on_the_command_line(as_json):
     assert run("--host-memory", "20GiB")["inputs"]["host_memory"] == 20 * 2**30
 
 
-def test_what_copies_reach_of_a_given_rate_is_said(capsys):
+def test_the_share_of_a_rate_that_copies_reach_is_reported(capsys):
     assert cli.main(["simulate", "--system", "kv_only", *RUN, "--hardware", "l4", "--link-gb-per-s", "9"]) == 0
     assert "but --link-gb-per-s 9 (of which copies reach 7.2)" in capsys.readouterr().out
 
@@ -279,7 +279,7 @@ def test_flags_that_contradict_are_refused(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_a_sweep_says_where_its_rates_come_from(tmp_path):
+def test_a_sweep_has_the_source_of_its_rates(tmp_path):
     (tmp_path / "grid.json").write_text(
         '{"system": "kv_only", "model": "opt-6.7b", "hardware": ["t4-flexgen", "l4"], "batch": 1, "prompt_len": 8, '
         '"gen_len": 2}'

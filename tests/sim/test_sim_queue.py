@@ -351,7 +351,7 @@ def test_prompts_are_counted_as_computed_where_the_plan_computes_them(bits):
 
 @settings(max_examples=50)
 @given(st.integers(0, 10_000))
-def test_what_surely_fits_is_what_the_buffers_hold(seed):
+def test_the_batch_that_surely_fits_is_that_of_the_buffers(seed):
     """``holds_lengths`` skips the exact sizes of a mini-batch that is no longer than another one in each request."""
     rng = np.random.default_rng(seed)
     lengths = Workload(rng.integers(1, 120, 12), rng.integers(1, 60, 12))

@@ -112,7 +112,7 @@ def test_an_overhead_is_told_from_a_slope_where_sizes_differ():
     assert (found.overhead_s, found.s_per_flop) == pytest.approx((5e-3, line.s_per_flop), rel=0.05)
 
 
-def test_waiting_that_no_line_explains_is_a_factor_of_the_resource_that_limits():
+def test_waiting_that_no_line_explains_is_a_factor_of_the_limiting_resource():
     """Every iteration begins 20 ms late."""
     known, policies = known_machine().scaled({"compute": 4.0}), (GRID[0], GRID[16])
     late = [

@@ -21,7 +21,7 @@ def test_the_interval_of_normal_numbers_is_student_s(size):
 
 
 @pytest.mark.parametrize("draw", ["normal", "exponential"])
-def test_intervals_of_twenty_texts_hold_the_truth_as_often_as_they_say(monkeypatch, draw):
+def test_intervals_of_twenty_texts_hold_the_truth_in_their_share_of_cases(monkeypatch, draw):
     """400 samples of 20: 95 % coverage for normal numbers, within chance; for skewed ones t itself has 92 %."""
     monkeypatch.setattr(bootstrap, "RESAMPLES", 999)
     generator, truth = np.random.default_rng(1), {"normal": 0.0, "exponential": 1.0}[draw]

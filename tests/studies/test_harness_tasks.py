@@ -23,7 +23,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ("next_line", "earlier_name"))
-def test_the_right_choice_alone_goes_on_as_the_document_does(name):
+def test_only_the_right_choice_continues_the_document(name):
     documents = TEXTS.read_text(encoding="utf-8").split("\f")
     asked = questions(name)
     assert len({question["document"] for question in asked}) == len(documents) >= 20
@@ -35,7 +35,7 @@ def test_the_right_choice_alone_goes_on_as_the_document_does(name):
         assert not any(question["context"] + choice in document for choice in others)
 
 
-def test_an_earlier_name_was_last_seen_long_ago_as_its_rivals_were(tokenizer):
+def test_an_earlier_name_and_its_rivals_were_last_seen_long_ago(tokenizer):
     for question in questions("earlier_name"):
         ids = tokenizer.encode(question["context"], add_special_tokens=False).ids
         assert 595 <= len(ids) <= 605

@@ -62,7 +62,7 @@ def under(network, texts, kept, whole_layers=1):
     return recall_study.right_under_mask(network, texts, SMALL, seen)
 
 
-def test_facts_that_no_thinned_layer_sees_are_not_recalled_whatever_layer_0_sees(network, texts):
+def test_facts_hidden_from_all_thinned_layers_are_not_recalled(network, texts):
     everything, nothing = (np.full((len(texts), SMALL.facts), kept) for kept in (True, False))
     assert under(network, texts, everything).mean() > 0.95
     for whole_layers in (1, 2):
@@ -138,7 +138,7 @@ def test_infinigen_fetches_as_much_as_h2o_keeps_and_recalls_more(study, checkpoi
     assert guessed["right"] > 2 * kept["right"]
 
 
-def test_what_heads_see_is_what_they_answer(study):
+def test_answers_are_those_of_the_facts_that_heads_see(study):
     """The model makes no other errors: it answers the facts its reading head sees, and 1 % of the rest."""
     for row in study["policies"]:
         assert row["right"] == pytest.approx(row["seen"], abs=0.06), row
@@ -189,7 +189,7 @@ def test_the_shipped_study_shows_what_the_page_claims():
             assert row["right"] == pytest.approx(expected, abs=4 * deviation)
 
 
-def test_facts_asked_for_after_the_eviction_are_lost_by_h2o_and_fetched_by_infinigen():
+def test_facts_of_later_queries_are_lost_by_h2o_and_fetched_by_infinigen():
     """The study's own model and sizes are used: 64 places for a prompt of five times as many tokens, on two texts."""
     model, sizes, places = recall_study.MODEL, recall_study.SIZES, 64
     study, whole = recalled.studies()[model.name], recall_study.WHOLE_LAYERS

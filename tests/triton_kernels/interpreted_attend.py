@@ -101,7 +101,7 @@ def test_a_query_that_sees_nothing_gets_zeros():
         assert not attended.any() and (sums == -torch.inf).all()
 
 
-def test_a_nan_is_given_on_and_what_is_not_seen_is_not():
+def test_a_nan_spreads_only_to_queries_that_see_it():
     generator = torch.Generator().manual_seed(1)
     contexts, extent, memory = laid_out(generator, F32, 1, 16, [20, 20], head_major=True)
     table = attend_triton.table_of([extent], ["pool"], (1, 16), torch.from_numpy)

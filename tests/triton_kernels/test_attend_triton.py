@@ -115,7 +115,7 @@ def test_no_key_or_value_is_loaded_less_than_16_bytes_at_a_time(dtype, d, counts
         assert narrow(code["ptx"], widest) == {}, queries
 
 
-def test_what_a_kernel_may_load_at_a_time_follows_from_head_size_and_address(monkeypatch):
+def test_the_width_of_loads_follows_from_head_size_and_address(monkeypatch):
     asked, rows = [], torch.zeros(4097, dtype=torch.bfloat16)
     monkeypatch.setattr(
         attend_triton, "_attend_kernel", {(1, 1): lambda *given, **named: asked.append(named["ALIGNED"])}
@@ -176,7 +176,7 @@ def gpu(monkeypatch):
     attention_paths.proved_on_gpu.cache_clear()
 
 
-def test_a_gpu_attends_in_place_where_the_kernels_are_proved(gpu):
+def test_a_gpu_attends_in_place_if_the_kernels_are_proved(gpu):
     asked, paths = [], inspect.unwrap(attention_paths.fastest_paths)
     gpu(lambda *arguments: asked.append(arguments))
     assert [paths("cuda", "bfloat16", 4, 64).in_place for _ in range(2)] == [True, True]
@@ -187,7 +187,7 @@ def fails(*arguments):
     raise RuntimeError("on trial contexts its results differ by 0.5\nmore")
 
 
-def test_a_gpu_lays_contexts_side_by_side_where_they_are_not(gpu):
+def test_a_gpu_assembles_contexts_if_the_proof_fails(gpu):
     gpu(fails)
     paths = inspect.unwrap(attention_paths.fastest_paths)
     with pytest.warns(UserWarning, match="slower than Triton's kernels: [^\n]* differ by 0.5$") as warned:
@@ -195,7 +195,7 @@ def test_a_gpu_lays_contexts_side_by_side_where_they_are_not(gpu):
     assert len(warned) == 1
 
 
-def test_a_job_begun_with_triton_is_refused_in_words_where_it_does_not_run(monkeypatch):
+def test_a_job_that_began_with_triton_is_refused_without_it(monkeypatch):
     monkeypatch.setattr("flexhybrid.resolve.proved_on_gpu", lambda *arguments: False)
     monkeypatch.setattr("flexhybrid.resolve.named_hardware", lambda *arguments: None)
     arguments = LLMArguments("none", dtype="float32", attention=USUAL._replace(in_place=True))

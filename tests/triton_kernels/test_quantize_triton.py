@@ -38,7 +38,7 @@ def pointer_to(dtype: torch.dtype) -> str:
 
 @pytest.mark.parametrize("architecture, wide", [(80, False), (90, True)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_variant_compiles_as_it_was_meant(dtype, architecture, wide, tmp_path, monkeypatch):
+def test_every_variant_compiles_to_exact_and_wide_instructions(dtype, architecture, wide, tmp_path, monkeypatch):
     """Each number of bits is tried with two dtypes, and each dtype and number of bits on each architecture."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernels = (quantize_triton._quantize_kernel, quantize_triton._dequantize_kernel)

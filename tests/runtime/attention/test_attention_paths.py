@@ -1,4 +1,4 @@
-"""The choice among the ways to attend: by time, kept for the machine, taken over by what goes on."""
+"""Test which attention path is chosen: the fastest one; the choice is kept for the machine and for resumed jobs."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from flexhybrid.runtime.profiling.attention_paths import ON_GPU, PATHS, USUAL, c
 
 
 def fastest_paths(device: str, dtype: str, group: int) -> AttentionPaths:
-    """The product's own, not the one that is forced; assembled, whatever could be in place."""
+    """Return the product's choice without the tests' forced path, and without attention in place."""
     return inspect.unwrap(attention_paths.fastest_paths)(device, dtype, group)._replace(in_place=False, on_host=False)
 
 
@@ -27,7 +27,7 @@ def names(paths: AttentionPaths) -> set[str]:
 
 @pytest.fixture
 def timed(monkeypatch, tmp_path):
-    """Seconds of each way, or a function of its operands, on a clock that only they move; and a cache folder."""
+    """Return the seconds of each path, or a function of its operands, by a clock that only they advance."""
     now, seconds = [0.0], dict.fromkeys(PATHS, 1.0)
 
     def attend(name, *operands):
@@ -44,24 +44,24 @@ def timed(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PATHS)
-def test_the_fastest_way_is_taken_in_its_dtype(timed, name, dtype):
+def test_the_fastest_path_of_a_dtype_is_chosen(timed, name, dtype):
     timed[name] = 0.5
     expected = AttentionPaths(*(name,) * 3) if name in candidates(dtype) else USUAL
     assert fastest_paths("cpu", dtype, 1) == expected and fastest_paths("cuda", dtype, 1) == ON_GPU
 
 
-def test_heads_that_share_a_key_head_have_a_choice_of_their_own(timed):
+def test_grouped_heads_have_their_own_choice(timed):
     timed["products"] = lambda query, context, *_: 0.5 if query.shape[2] == 4 * context.keys.shape[1] else 2.0
     assert fastest_paths("cpu", "float32", 1) == AttentionPaths("fused", "fused", "fused")
     assert fastest_paths("cpu", "float32", 4) == AttentionPaths("products", "products", "products")
 
 
-def test_the_usual_way_is_kept_where_another_is_hardly_faster(timed):
+def test_a_slightly_faster_path_does_not_replace_the_usual_one(timed):
     timed["products in float32"] = 0.95
     assert fastest_paths("cpu", "bfloat16", 1) == USUAL
 
 
-def test_the_choice_is_kept_by_dtype_and_measured_again_where_it_cannot_be_read(timed, tmp_path):
+def test_the_choice_is_kept_by_dtype_and_measured_again_if_unreadable(timed, tmp_path):
     timed["products"] = 0.5
     assert names(fastest_paths("cpu", "bfloat16", 1)) == {"products"}
     timed["products"], timed["fused"] = 0.5, 0.1
@@ -76,7 +76,7 @@ def test_the_choice_is_kept_by_dtype_and_measured_again_where_it_cannot_be_read(
         assert names(fastest_paths("cpu", "bfloat16", 1)) == {"fused"}
 
 
-def test_without_a_folder_to_keep_it_the_choice_holds_for_the_process(timed, tmp_path, monkeypatch):
+def test_without_a_cache_folder_the_choice_holds_for_the_process(timed, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "file/cache"))
     timed["products"] = 0.5
@@ -98,7 +98,7 @@ def test_without_a_folder_to_keep_it_the_choice_holds_for_the_process(timed, tmp
         {**USUAL._asdict(), "on_host": 1},
     ],
 )
-def test_what_is_no_choice_is_not_taken_over(record):
+def test_a_malformed_record_is_not_used(record):
     assert paths_of(USUAL._asdict()) == USUAL and paths_of(record) is None
 
 
@@ -110,7 +110,7 @@ def test_an_early_choice_has_one_flag_for_device_and_host(in_place):
 
 
 @pytest.mark.parametrize("dtype, here", [("float32", True), ("bfloat16", True), ("float16", False)])
-def test_a_cpu_attends_in_place_in_the_dtypes_of_the_kernels_where_there_is_numba(timed, monkeypatch, dtype, here):
+def test_with_numba_a_cpu_attends_in_place_in_the_kernels_dtypes(timed, monkeypatch, dtype, here):
     paths = inspect.unwrap(attention_paths.fastest_paths)
     assert paths("cpu", "float32", 1).in_place
     assert attention_paths.can_attend_in_place(dtype) == here
@@ -121,7 +121,7 @@ def test_a_cpu_attends_in_place_in_the_dtypes_of_the_kernels_where_there_is_numb
     assert not any((*paths("cpu", dtype, 1)[3:], *paths("cuda", dtype, 1)[3:]))
 
 
-def test_a_job_begun_with_numba_is_refused_in_words_where_there_is_none(monkeypatch):
+def test_a_job_that_began_with_numba_is_refused_without_it(monkeypatch):
     monkeypatch.setattr(compiled, "has_numba", lambda: False)
     arguments = LLMArguments("none", device="cpu", dtype="float32", attention=USUAL._replace(in_place=True))
     with pytest.raises(InputError, match="pip install numba"):

@@ -1,4 +1,4 @@
-"""A chunk of a prompt by flash attention, which a GPU has; apart from tests that import what its python3 may lack."""
+"""Test flash attention of a prompt's chunk. The file imports only what the Python of a GPU machine has."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from flexhybrid.runtime.kernels import attention
 
 
 def chunk(heads: int, new: int, tokens: int, dtype, device: str = "cpu") -> list[torch.Tensor]:
-    """Queries, keys and values of a request whose last columns are new."""
+    """Return queries, keys and values of a request whose last columns are new."""
     generator = torch.Generator().manual_seed(tokens)
     sizes = (1, new, heads, 16), (1, 2, tokens, 16), (1, 2, tokens, 16)
     return [torch.randn(*size, generator=generator).to(device, dtype) for size in sizes]
@@ -17,7 +17,7 @@ def chunk(heads: int, new: int, tokens: int, dtype, device: str = "cpu") -> list
 CHUNKS = (2, 5, 37), (6, 33, 70), (4, 8, 8)  #: query heads of two key heads, new tokens, columns
 
 
-def test_a_chunk_attends_by_flash_attention_where_a_gpu_has_it(monkeypatch):
+def test_a_chunk_attends_by_flash_attention_if_a_gpu_has_it(monkeypatch):
     """A stand-in on a CPU, with causal_lower_right's mask. Masked columns and unsupported heads use products."""
     calls = []
 

@@ -1,4 +1,4 @@
-"""Attention that reads keys and values where they lie, against a softmax over keys that are laid side by side."""
+"""Test attention that reads keys and values in place against a softmax over contiguous keys."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,7 +24,7 @@ from flexhybrid.runtime.kernels.compiled.attention import KINDS  # noqa: E402
 
 @st.composite
 def contexts(draw):
-    """(batch, groups, queries a group, head size, tokens of each request in each of some parts, seed)."""
+    """Draw (batch, groups, queries per group, head size, tokens of each request in each part, seed)."""
     batch, groups, queries = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     lengths = st.lists(st.sampled_from([0, 1, 15, 16, 40, 300]), min_size=batch, max_size=batch)
     parts = [*draw(st.lists(lengths, max_size=2)), [1] * batch]  # the new token is never missing
@@ -40,7 +40,7 @@ def contexts(draw):
     way=st.sampled_from(("kernels", "torch", "softcap")),
 )
 def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads, hides, scaling, way):
-    """Also where the first tokens of some blocks, or all of them, lie behind a window."""
+    """A window may hide the first tokens of some blocks, or all of them."""
     batch, groups, queries, d, part_tokens, seed = case
     generator = torch.Generator().manual_seed(seed)
     pieces = [
@@ -70,7 +70,7 @@ def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads, hi
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 5), st.integers(1, 2048)
 )
-def test_threads_share_all_items_and_no_thread_has_more_than_its_part_and_an_item(tokens, groups, threads, width):
+def test_no_thread_has_more_than_its_part_and_an_item(tokens, groups, threads, width):
     bounds = in_place.bounds_of(np.array(tokens), groups, threads, width)
     assert bounds[0] == 0 and bounds[-1] == len(tokens) * groups and bounds == sorted(set(bounds))
     if threads == 1 or sum(tokens) * groups * width < in_place.SHARED_PRODUCTS:
@@ -83,7 +83,7 @@ def test_threads_share_all_items_and_no_thread_has_more_than_its_part_and_an_ite
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_it_gives_the_tokens_of_assembled_contexts(tiny, name, monkeypatch, tmp_path):
-    """In every representation and tier, for requests of different lengths in one mini-batch."""
+    """Each representation and tier is used, by requests of different lengths in one mini-batch."""
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, 60, length).tolist() for length in (1, 15, 16, 40)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -137,7 +137,7 @@ WRONG: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("argument", WRONG)
-def test_no_kernel_gets_what_it_would_leave_its_memory_with(argument):
+def test_no_kernel_is_given_addresses_outside_its_memory(argument):
     groups, d = 2, 8
     pool = torch.zeros(3, 2, groups, BLOCK_TOKENS, d)
     blocks = np.array([[0, 1], [1, 2]]) * (2 * groups * BLOCK_TOKENS * d)

@@ -1,4 +1,4 @@
-"""Attention over blocks where they lie, against plain attention in float64."""
+"""Test attention over assembled blocks against plain attention in float64."""
 
 import numpy as np
 import pytest
@@ -26,9 +26,9 @@ from flexhybrid.runtime.verbs.attending import gather_blocks
     scaling=st.sampled_from([None, 0.4]),
 )
 @torch.inference_mode()
-def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidden, at_once, window, scaling):
-    """A prompt, a chunk and a decode step; short requests; grouped heads; pieces of heads and requests; more queries
-    than attend at a time; operands as views, as verbs pass them; windows over columns in any order."""
+def test_every_path_is_plain_attention(name, dtype, heads, d, new, hidden, at_once, window, scaling):
+    """Cases are a prompt, a chunk and a decode step, with short requests, grouped heads, pieces of heads and requests,
+    more queries than attend at a time, operands as views as in verbs, and windows over columns in any order."""
     (num_heads, groups), batch = heads, 3
     generator, cached = torch.Generator().manual_seed(d + new), 0 if hidden is None else 12
     rows = torch.randn(batch, cached + new, 2 * groups + num_heads, d, generator=generator).to(dtype)
@@ -64,7 +64,7 @@ def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidd
 @pytest.mark.parametrize("head_dim", [1, 6, 12, 64])
 @pytest.mark.parametrize("width", [7, 32, 41])
 def test_gathered_blocks_are_those_of_the_table(dtype, head_dim, width):
-    """Less than a block, whole blocks, and some of both; heads whose bytes are even, or divide by 4, 8 or 16."""
+    """Widths are less than a block, whole blocks, and both; the bytes of a head are even, or divide by 4, 8 or 16."""
     generator, column = torch.Generator().manual_seed(0), 3
     pool = torch.randn(9, 2, 2, BLOCK_TOKENS, head_dim, generator=generator).to(dtype)
     table = torch.tensor([[4, 5, 6], [0, 0, 0], [8, 2, 3]])
@@ -79,7 +79,7 @@ def test_gathered_blocks_are_those_of_the_table(dtype, head_dim, width):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_that_are_read_by_groups_are_not_repeated(monkeypatch, dtype):
-    """What a GPU's flash attention takes: the same attention, and no copies of keys and values for each query head."""
+    """Flash attention of a GPU gives the same result without copies of keys and values per query head."""
     queries, (keys, values) = torch.randn(2, 9, 6, 8).to(dtype), torch.randn(2, 2, 2, 9, 8).to(dtype)
     own, given = torch.nn.functional.scaled_dot_product_attention, []
 

@@ -111,7 +111,7 @@ def exact_types() -> list[str]:
 
 
 class Cases:
-    """Makes cases in a folder; each type's checkpoint is made once."""
+    """Cases in a folder; each type's checkpoint is made once."""
 
     def __init__(self, folder: Path, types: list[str], seed: int):
         self.folder, self.types, self.seed = folder, types, seed
@@ -266,7 +266,7 @@ def ours(folder: Path) -> list[list[int]]:
 
 
 def outcome(case: Case) -> tuple[str, str]:
-    """Return how a case ends, and what is to be said of it."""
+    """Return how a case ends, and what to report about it."""
     try:
         tokens = ours(case.folder)
     except InputError as error:
@@ -328,7 +328,7 @@ def run(types: list[str], numbers: range, seed: int, quiet: bool = True, alarm=l
 
 
 def run_alone(types: list[str], seed: int, quiet: bool, numbers: range) -> Counter:
-    """Run cases in a process of their own."""
+    """Run cases in their own process."""
     import transformers
 
     torch.set_num_threads(1)

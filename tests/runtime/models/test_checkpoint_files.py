@@ -1,4 +1,4 @@
-"""What a checkpoint's files say, read as transformers reads them: its own model of the same folder gives the tokens."""
+"""Test how a checkpoint's files are read: the tokens are those of transformers' model of the same folder."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_prompts_reach_into_the_extended_context(tmp_path, model_type, scaling):
     ],
     ids=lambda changes: " ".join(changes),
 )
-def test_what_the_own_layers_do_not_cover_runs_through_transformers_layers(tmp_path, changes):
+def test_options_that_our_layers_lack_run_through_transformers_layers(tmp_path, changes):
     save_tiny(tmp_path, "opt" if {"enable_bias", "_remove_final_layer_norm"} & {*changes} else "llama", **changes)
     assert check(tmp_path).shape.modules
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
-def test_code_beside_the_weights_is_never_run_where_transformers_has_the_class(tmp_path, model_type):
+def test_code_in_the_checkpoint_is_not_run_if_transformers_has_the_class(tmp_path, model_type):
     save_tiny(tmp_path, model_type)
     (tmp_path / "remote.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
     edit_config(tmp_path, auto_map={"AutoConfig": "remote.Config", "AutoModelForCausalLM": "remote.Model"})
@@ -86,7 +86,7 @@ TIED = ["llama", "opt", "gpt2", "gemma2", "phi", "cohere"]
 
 
 @pytest.mark.parametrize("model_type", TIED)
-def test_a_head_of_its_own_is_used_though_the_configuration_says_tied(tmp_path, model_type):
+def test_a_separate_head_is_used_even_if_the_configuration_says_tied(tmp_path, model_type):
     model = save_tiny(tmp_path, model_type, tie_word_embeddings=False)
     edit_config(tmp_path, tie_word_embeddings=True)
     shape = check(tmp_path).shape
@@ -116,7 +116,7 @@ def refusal(folder) -> str:
 
 
 class Code:
-    """Unpickled, it makes a folder."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -126,7 +126,7 @@ class Code:
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_pickles_of_all_ages_are_read_and_run_no_code(tmp_path, zipped):
+def test_old_and_new_pickles_are_read_and_run_no_code(tmp_path, zipped):
     save_llama(tmp_path, tied=True, vocab=97)
     weights = load_file(tmp_path / "model.safetensors")
     options = {"_use_new_zipfile_serialization": zipped}

@@ -1,4 +1,4 @@
-"""Functions that are interrupted and go on: what they give, raise and leave; on which stack they stand."""
+"""Test functions that are interrupted and resumed: their results, errors, leftovers, and the C stack below them."""
 
 import ctypes
 import gc
@@ -14,11 +14,11 @@ from flexhybrid.runtime.models.coroutines import hosted, interrupt, started
 
 
 def called_deeper(depth: int, function):
-    """Return what a function returns, called behind so many calls that take room on the C stack."""
+    """Return a function's result; ``depth`` calls that take room on the C stack lie below it."""
     return next(map(lambda _: called_deeper(depth - 1, function), [0])) if depth else function()
 
 
-def test_a_function_is_interrupted_goes_on_and_ends():
+def test_a_function_is_interrupted_resumed_and_ends():
     def function():
         return interrupt(1) + interrupt(2)
 
@@ -33,7 +33,7 @@ def test_a_function_is_interrupted_goes_on_and_ends():
     assert hosted(use) == "hosted"
 
 
-def test_functions_are_interrupted_in_one_another():
+def test_interruptions_may_be_nested():
     def inner():
         return interrupt("inner") + 1
 
@@ -65,7 +65,7 @@ def test_what_a_function_raises_is_raised_where_it_was_started_or_resumed(before
     hosted(use)
 
 
-def test_a_function_that_is_left_runs_what_it_has_to_close():
+def test_a_function_that_is_left_runs_its_finally_blocks():
     closed = []
 
     def function():
@@ -86,7 +86,7 @@ def test_a_function_that_is_left_runs_what_it_has_to_close():
     hosted(use)
 
 
-def test_nothing_that_has_ended_is_held():
+def test_no_object_of_an_ended_function_is_held():
     class Held:
         pass
 
@@ -111,7 +111,7 @@ def test_nothing_that_has_ended_is_held():
     hosted(use)
 
 
-def test_outside_of_a_host_nothing_is_started_and_outside_of_a_function_nothing_is_interrupted():
+def test_starting_needs_a_host_and_interrupting_needs_a_function():
     with pytest.raises(RuntimeError, match="hosted"):
         started(lambda: None)
     with pytest.raises(RuntimeError, match="could be resumed"):
@@ -124,15 +124,15 @@ def test_outside_of_a_host_nothing_is_started_and_outside_of_a_function_nothing_
 
 
 def return_addresses() -> list[int]:
-    """Return the return addresses of the C stack, the innermost first, as torch takes them for an error."""
+    """Return the return addresses of the C stack, the innermost first, as torch does for an error."""
     addresses = (ctypes.c_void_p * 1000)()
     count = ctypes.CDLL(None).backtrace(addresses, len(addresses))
     return [address or 0 for address in addresses[:count]]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="walks the stack with glibc's backtrace()")
-def test_the_stack_below_a_function_is_its_host_s_whoever_resumes_it():
-    """What lay below it once were the frames of who had resumed it last: torch's walk over them ended the process."""
+def test_the_stack_below_a_function_is_that_of_its_host():
+    """Otherwise torch's walk over the stack would end the process: the last resumer's frames may be gone."""
 
     def function():
         stacks = [return_addresses()]
@@ -176,8 +176,8 @@ def test_errors_of_torch_are_raised_at_any_depth():
 
 
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_function_computes_as_under_float32_whatever_the_default_dtype_is(default):
-    """What transformers' modules do without naming a dtype: make tensors, and numbers of integers."""
+def test_a_function_computes_as_if_the_default_dtype_were_float32(default):
+    """Transformers' modules make tensors and convert integers without naming a dtype."""
     places = torch.arange(4097, 4100)
 
     def function():

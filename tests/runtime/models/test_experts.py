@@ -1,4 +1,4 @@
-"""Layers of experts: what counts as one, what bits leave alone, and the memory that such layers have in work."""
+"""Test layers of experts: which tensors are experts, which stay unpacked, and the memory that a layer needs."""
 
 import weakref
 from contextlib import closing
@@ -26,7 +26,7 @@ pytest.importorskip("greenlet")
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of storages that are made and still there."""
+    """Counts the bytes of the storages that exist."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ TYPES = ["qwen3_moe", "gpt_oss", "deepseek_v2", "glm4_moe", "phimoe", "gemma2", 
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_the_plan_holds_what_a_layer_has_in_work(tmp_path, model_type):
+def test_the_plan_holds_the_memory_that_a_layer_needs(tmp_path, model_type):
     save_tiny(tmp_path, model_type, hidden_size=128)
     checkpoint, cpu = Checkpoint(tmp_path, modules=True), torch.device("cpu")
     for dtype, batch in (("float32", 1), ("bfloat16", 16)):
@@ -112,7 +112,7 @@ def test_what_counts_as_experts(tmp_path, model_type):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "glm4_moe"])
-def test_few_bits_leave_routers_and_biases_alone(tmp_path, model_type):
+def test_routers_and_biases_keep_all_bits(tmp_path, model_type):
     widths = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
     reference = save_tiny(tmp_path, model_type, **dict.fromkeys(widths, 64))
     checkpoint, cpu = Checkpoint(tmp_path), torch.device("cpu")

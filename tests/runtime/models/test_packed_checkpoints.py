@@ -1,7 +1,5 @@
-"""Packed checkpoints are refused by name before weights are read: no packed byte is taken for a weight.
-
-Tiny ones in the names and dtypes of the tools that write them.
-"""
+"""Test that packed checkpoints are refused before weights are read. Tiny ones have the names and dtypes of each
+tool."""
 
 import json
 import shutil
@@ -22,7 +20,8 @@ FP8, PROMPT = torch.float8_e4m3fn, [5, 9, 33, 2, 17]
 
 
 def by_rows(dtype, scale="_scale"):
-    """Weights with a scale a row, as compressed-tensors and ModelOpt store FP8 and int8."""
+    """Return a function that packs weights with a scale per row, as compressed-tensors and ModelOpt store FP8 and
+    int8."""
 
     def pack(name, tensor):
         scales = tensor.abs().amax(-1, keepdim=True) / (127 if dtype == torch.int8 else 448)
@@ -66,7 +65,7 @@ def plain(tmp_path_factory):
 
 
 def repack(folder, pack, suffix):
-    """Pack the key projections of a checkpoint, in a file of this kind."""
+    """Pack the key projections of a checkpoint, in a file with this suffix."""
     file, stored = folder / "model.safetensors", {}
     for name, tensor in load_file(file).items():
         stored |= pack(name, tensor) if name.endswith("k_proj.weight") else {name: tensor}
@@ -80,7 +79,7 @@ def repack(folder, pack, suffix):
 @pytest.mark.parametrize(
     "how, suffix", [*((how, ".safetensors") for how in PACKED), *((how, ".bin") for how in ("FP8 alone", "GPTQ"))]
 )
-def test_weights_that_are_no_plain_floats_are_refused_on_both_paths(plain, tmp_path, how, suffix):
+def test_weights_other_than_plain_floats_are_refused_on_both_paths(plain, tmp_path, how, suffix):
     shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     pack, reason = PACKED[how]
     repack(tmp_path, pack, suffix)
@@ -93,7 +92,7 @@ def test_weights_that_are_no_plain_floats_are_refused_on_both_paths(plain, tmp_p
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gemma3"])
 def test_packed_experts_and_text_parts_are_refused_by_their_tensors(tmp_path, model_type):
-    """Without a word in config.json; experts are stacked on loading, and a text part is called otherwise."""
+    """config.json does not mention them. Experts are stacked on loading, and a text part has other names."""
     save_tiny(tmp_path, model_type)
     file, stored = tmp_path / "model.safetensors", {}
     for name, tensor in load_file(file).items():
@@ -105,7 +104,7 @@ def test_packed_experts_and_text_parts_are_refused_by_their_tensors(tmp_path, mo
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_format_in_the_configuration_is_refused_through_transformers_layers(tmp_path, nested):
+def test_a_packed_format_in_the_configuration_is_refused(tmp_path, nested):
     save_tiny(tmp_path, "gemma3" if nested else "gpt_oss")
     config = json.loads((tmp_path / "config.json").read_text())
     empty = config["text_config"] if nested else config
@@ -124,7 +123,7 @@ def test_a_format_in_the_configuration_is_refused_through_transformers_layers(tm
         Checkpoint(tmp_path)
 
 
-def test_buffers_of_whole_numbers_and_unused_tensors_are_no_sign_of_packing(tmp_path):
+def test_integer_buffers_and_unused_tensors_are_not_taken_for_packed_weights(tmp_path):
     expected = greedy(save_tiny(tmp_path, "gpt2"), [PROMPT], 6)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

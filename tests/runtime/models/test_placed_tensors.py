@@ -1,4 +1,4 @@
-"""Layers that are modules are placed tensor by tensor: what is kept is what is printed, priced, planned and loaded."""
+"""Test layers that are modules, placed tensor by tensor: the printed, priced and planned share is what is loaded."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ PROMPTS = [[5, 9, 33, 2, 17], [4, 8]]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gemma2", "glm4_moe"])
-def test_the_share_that_is_said_is_what_is_loaded(tmp_path, model_type):
+def test_the_reported_share_is_what_is_loaded(tmp_path, model_type):
     save_tiny(tmp_path, model_type)
     checkpoint = Checkpoint(tmp_path)
     problem = Problem(shape=checkpoint.shape, dtype="float32", hardware=machine(), budgets=Budgets(disk=1 << 30))
@@ -64,7 +64,7 @@ def test_the_share_that_is_said_is_what_is_loaded(tmp_path, model_type):
 
 
 @pytest.mark.parametrize("device, space", [(24, PLAIN), (38, LOSSLESS)])
-def test_a_free_search_is_not_beaten_by_one_that_keeps_a_share(device, space):
+def test_a_free_search_is_not_beaten_by_one_with_a_given_share(device, space):
     problem = Problem(shape=EXPERTS, dtype="float16", hardware=machine(0.1), budgets=Budgets(device * MIB, 400 * MIB))
     settings = SearchSettings(max_batch=16, space=space, margin=0.0, mini_batch_tokens=(256, 2048))
     workload = Workload.uniform(16, 100, 12)

@@ -1,8 +1,8 @@
-"""simulate, search, doctor and run agree on bytes and on what runs, for the config.json of 31 published models.
+"""Test that run, search, simulate and doctor agree on bytes, and on which models run, for 31 published models.
 
-``published_models.json`` holds their values, with independent figures of each: its parameters as published, for packed
-ones its size in GB as published (DeepSeek-V3: by arithmetic, without its layer for further tokens). Models that run
-through transformers' layers have CUT layers here; ``layer`` and ``layer_bytes`` are what each other layer has, by hand.
+``published_models.json`` has their configurations with independent figures: published parameters, or for packed models
+the published size in GB (DeepSeek-V3: by arithmetic, without its layer for further tokens). Models that run through
+transformers' layers are cut to CUT layers; ``layer`` and ``layer_bytes`` are the size of each other layer, by hand.
 """
 
 import json
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Seen(Exception):
-    """Raised with the problem that a search begins with."""
+    """Raised with the problem of a search when it begins."""
 
 
 def written(name, folder) -> float:
@@ -75,7 +75,7 @@ def no_policy(*_, **more):
 
 @pytest.fixture
 def without_weights(monkeypatch):
-    """Configurations alone are read: what would be refused before weights are is. No policy is searched for."""
+    """Read only configurations, and refuse what is refused before weights are read. No policy is searched for."""
 
     def seen(name, setting):
         raise Seen(setting.problem)
@@ -90,7 +90,7 @@ def without_weights(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_four_commands_agree_on_bytes_and_on_what_runs(name, tmp_path, without_weights):
+def test_four_commands_agree_on_bytes_and_on_which_models_run(name, tmp_path, without_weights):
     model, gone, answers = MODELS[name], written(name, tmp_path), []
     for reader in (run, simulated, searched, diagnosed):
         try:

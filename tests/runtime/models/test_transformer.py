@@ -1,4 +1,4 @@
-"""Running transformers' layers: shortcuts change no result, and unknown behaviour is refused in words."""
+"""Test running transformers' layers: shortcuts change no result, and unknown behaviour is refused with a reason."""
 
 import re
 from typing import Any
@@ -49,7 +49,7 @@ def test_a_configuration_read_directly_gives_the_same(make):
 
 
 def eager_instead(monkeypatch):
-    """Attention that is not asked for by name."""
+    """Request attention other than by name."""
     from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
     interface = type(vars(gemma2)["ALL_ATTENTION_FUNCTIONS"])
@@ -57,7 +57,7 @@ def eager_instead(monkeypatch):
 
 
 def renamed_layers(monkeypatch):
-    """A cache that holds its layers by another name."""
+    """Give a cache another name for its layers."""
 
     class Renamed:
         def __init__(self, config):
@@ -67,7 +67,7 @@ def renamed_layers(monkeypatch):
 
 
 def renamed_window(monkeypatch):
-    """A cache whose layers say by another name how much they keep."""
+    """Give a cache's layers another name for the number of tokens they keep."""
     from transformers.cache_utils import DynamicSlidingWindowLayer
 
     def own_name(layer, name):
@@ -79,13 +79,13 @@ def renamed_window(monkeypatch):
 
 
 def renamed_mask_function(monkeypatch):
-    """A mask whose rule comes by another name."""
+    """Give a mask's rule another name."""
     own: Any = transformer._mask
     monkeypatch.setattr(transformer, "_mask", lambda *args, mask_function, **more: own(*args, rule=mask_function))
 
 
 def masks_of_its_own(monkeypatch):
-    """Masks that are not asked for by name."""
+    """Make masks without requesting them by name."""
     from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
     def made(**_):
@@ -96,7 +96,7 @@ def masks_of_its_own(monkeypatch):
 
 
 def broken_behind_attention(monkeypatch):
-    """A feed-forward network that is called otherwise."""
+    """Call a feed-forward network with other arguments."""
     from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
     def forward(self, rows, gate):
@@ -116,7 +116,7 @@ def broken_behind_attention(monkeypatch):
         (broken_behind_attention, "layer 0 cannot be run behind its attention (TypeError: "),
     ],
 )
-def test_a_change_inside_of_transformers_is_refused_with_a_sentence(tmp_path, monkeypatch, change, reason):
+def test_a_change_inside_transformers_is_refused_with_a_reason(tmp_path, monkeypatch, change, reason):
     save_tiny(tmp_path, "gemma2")
     change(monkeypatch)
     with pytest.raises(InputError, match=f"'gemma2' cannot be run exactly: .*{re.escape(reason)}"):
