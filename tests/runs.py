@@ -113,6 +113,16 @@ def read(path: Path) -> list[dict]:
     return [json.loads(raw) for raw in path.read_bytes().splitlines()]
 
 
+def by_id(path: Path) -> dict[str, dict]:
+    """Return id -> response, without the job's time, of a file of answers; each id may occur once."""
+    rows = read(path)
+    found = {row["id"]: row["response"] for row in rows}
+    assert len(found) == len(rows), "a line is answered twice"
+    for response in found.values():
+        response["body"].pop("created", None)
+    return found
+
+
 def answered(folder: Path, model, lines: Sequence[str], *options) -> dict[str, dict]:
     """Answer a file of these lines by ``flexhybrid run``; return custom_id -> body of its answers."""
     (folder / "in.jsonl").write_text("\n".join(lines) + "\n")

@@ -80,14 +80,6 @@ def requests(path: Path, count: int) -> Path:
     return path
 
 
-def answers(path: Path) -> dict[str, dict]:
-    """Return id -> response without the job's time; each id may occur once."""
-    rows = runs.read(path)
-    found = {row["id"]: row["response"]["body"] | {"created": 0} for row in rows}
-    assert len(found) == len(rows)
-    return found
-
-
 def workers(name: str) -> set[int]:
     """Return the process ids of this cluster's workers whose title holds ``name``."""
     found, warm = set(), warm_python.ask({})
@@ -147,7 +139,7 @@ def test_a_killed_actor_loses_and_doubles_no_line(page, two_cpus, tmp_path, monk
     assert "2 actors with 1 CPU each" in told and f"{count} answered, 0 refused, 0 left of {count} lines" in told
     assert killed and writes[0] < count and sum(writes) == count
     assert set(messages) == {1} and len(messages) > count / 4, "no more messages than batches"
-    assert answers(tmp_path / "cluster.jsonl") == answers(tmp_path / "local.jsonl")
+    assert runs.by_id(tmp_path / "cluster.jsonl") == runs.by_id(tmp_path / "local.jsonl")
 
 
 def test_either_engine_continues_the_job_of_the_other(run, two_cpus, tmp_path, monkeypatch, capsys):
@@ -163,14 +155,14 @@ def test_either_engine_continues_the_job_of_the_other(run, two_cpus, tmp_path, m
     with monkeypatch.context() as patched:
         patched.setattr(run_module.Progress, "advance", interrupted)
         assert run(source, out) == 130
-        before = len(answers(out))
+        before = len(runs.by_id(out))
         assert run(source, out, "--engine", "ray") == 130
-    assert before < len(answers(out)) < 26
+    assert before < len(runs.by_id(out)) < 26
     told = capsys.readouterr().out
     assert "1 actor with 2 CPU each" in told and "give the same command again" in told
     assert run(source, out, "--seed", "1", *RAY) == 2 and "sampling.seed was 0, is 1" in capsys.readouterr().err
     assert run(source, out) == 0
-    assert answers(out) == answers(tmp_path / "local.jsonl")
+    assert runs.by_id(out) == runs.by_id(tmp_path / "local.jsonl")
 
 
 def config(tiny, model=None, layer_bytes=None):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from runs import line, run
+from runs import by_id, line, run
 from test_local_machine import CPU, machine
-from test_run import SHIPPED, by_id, requests
+from test_run import SHIPPED, requests
 
 from flexhybrid import resolve, runner
 from flexhybrid.core.hardware import Hardware, Line, load_hardware

@@ -19,7 +19,7 @@ import torch
 import warm_python
 from forced_machine import ATTENTION
 from models import save_opt
-from runs import line, read, run
+from runs import by_id, line, read, run
 
 from flexhybrid import LLM, SamplingParams, cli, shipped
 from flexhybrid import resolve as machine
@@ -79,15 +79,6 @@ def known_machine() -> Hardware:
     """Return a machine with made-up speeds, so that predictions exist."""
     lines = {key: Line(1e-4, 1e-12, 1e-10) for key in ("compute", "h2d", "d2h", "host_compute")}
     return Hardware("local", "cpu", lines, dtype="float32")
-
-
-def by_id(path: Path) -> dict[str, dict]:
-    rows = read(path)
-    found = {row["id"]: row["response"] for row in rows}
-    assert len(found) == len(rows), "a line is answered twice"
-    for response in found.values():
-        response["body"].pop("created", None)
-    return found
 
 
 def test_answers_are_those_of_generate_in_openais_form(tiny, source, out, tiny_llm, capsys):
