@@ -90,7 +90,7 @@ def runnable_policies(draw) -> Policy:
         return replace(policy, bits=Bits(*bits))
     policy = draw(lossless_policies())
     bits = [draw(st.sampled_from(("native", 8, 4, 2, 1))) for _ in range(3)]
-    if policy.attention == "host":
+    if policy.host_attends:
         bits[1] = "native"
     return replace(policy, bits=Bits(*bits))
 
