@@ -181,7 +181,7 @@ def best_policy(
         return policy
     if problem.hardware is None:
         raise InputError(f"policy auto needs to know this machine: {MEASURE}, or a policy such as kv_only")
-    margin = 0.0 if link_is_paced else MODEL_ERROR  # the link is paced in order to see copies over it
+    margin = 0.0 if link_is_paced else MODEL_ERROR  # who paces the link wants to see copies over it
     settings = auto_settings(problem.hardware, workload, time_limit=time_limit, margin=margin)
     if workload.answer_tokens is not None:
         with suppress(InputError):

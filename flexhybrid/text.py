@@ -104,7 +104,7 @@ class TokenTexts:
         return self._cut(ids, whole, [*ends[:-1], len(whole)])
 
     def of_prompt(self, ids: list[int], text: str | None) -> list[tuple[str, int]]:
-        """Return the same for a prompt's tokens, from the offsets of its encoded ``text`` if that is known."""
+        """Return text and position of each token of a prompt, from the offsets of its encoded ``text`` if known."""
         for special in (True, False) if text and self.tokenizer.is_fast else ():
             encoded = self.tokenizer(text, verbose=False, add_special_tokens=special, return_offsets_mapping=True)
             if encoded["input_ids"] == ids:

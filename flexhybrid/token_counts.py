@@ -78,7 +78,7 @@ def _added_tokens(tokens: list[dict]) -> re.Pattern[str] | None:
 
 
 def _words(settings: dict) -> str:
-    """Return the regular expression of words in a tokenizer's JSON. Raise ValueError if it does not encode so."""
+    """Return the regular expression of words in a tokenizer's JSON. Raise ValueError for another kind of tokenizer."""
     normalizer, model, cut = settings["normalizer"], settings["model"], settings["pre_tokenizer"] or {}
     steps = cut["pretokenizers"] if cut.get("type") == "Sequence" else [cut]
     *splits, last = steps

@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple] = {
     "web_search_options": (),
 }
 BLANK_LINE = "blank_line"  #: code of a line that consists of spaces only
-MOST_MESSAGE = 1000  #: characters of an exception's text that a line's error repeats
+MESSAGE_CHARS = 1000  #: characters of an exception's text that a line's error repeats
 WHOLE_NUMBERS = {"max_tokens", "max_completion_tokens", "min_tokens", "n", "seed", "top_k"}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  #: vLLM's names for structured outputs
 #: Role -> additional fields that its messages may have.
@@ -105,7 +105,7 @@ def refusing(custom_id: str | None = None) -> Iterator[None]:
     except (Refused, MemoryError, OSError, DiskError):
         raise
     except BaseException as error:
-        kind, text = type(error).__name__, " ".join(str(error)[:MOST_MESSAGE].split())
+        kind, text = type(error).__name__, " ".join(str(error)[:MESSAGE_CHARS].split())
         if not isinstance(error, Exception) and kind != "PanicException":  # raised by libraries in Rust
             raise
         text = text if isinstance(error, InputError) else f"the line cannot be served: {kind}: {text}"
@@ -144,7 +144,7 @@ def utf8(raw: bytes) -> str:
 
 
 def check_utf8(name: str, text: str) -> str:
-    """Return the text. Raise Refused if UTF-8 cannot encode it: for half a surrogate pair, also of a wrong encoding."""
+    """Return the text. Raise Refused if UTF-8 cannot encode it: half of a surrogate pair, as wrong encodings give."""
     try:
         text.encode()
     except UnicodeEncodeError:

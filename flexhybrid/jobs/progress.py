@@ -236,9 +236,9 @@ def interrupt_in(seconds: float, before: Callable[[], None] = lambda: None) -> t
 def stop_on_signal() -> Iterator[StopAsked]:
     """Yield a StopAsked that the first SIGINT (Ctrl-C) or SIGTERM sets to ``asked``.
 
-    A block that still runs STOP_S later is left by a KeyboardInterrupt, which is not raised further. A second signal
-    raises a KeyboardInterrupt that leaves this context too. An interrupt lost in C code is sent again
-    (``lost_interrupts_again``); if the C code fails because of it, the failure counts as the interrupt.
+    If the block still runs STOP_S seconds later, a KeyboardInterrupt ends it; the caller does not see this interrupt,
+    but the one that a second signal raises. An interrupt lost in C code is sent again (``lost_interrupts_again``);
+    if the C code fails because of it, the failure counts as the interrupt.
     """
     stop, main = StopAsked(), threading.main_thread()
     timers: list[threading.Timer] = []

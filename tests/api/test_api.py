@@ -136,7 +136,7 @@ def test_a_wave_planned_for_other_weights_is_refused(tiny):
     engine = Engine(
         Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), Policy()), policy, buffer_sizes(wave)
     )
-    with pytest.raises(ValueError, match="places the weights otherwise"):
+    with pytest.raises(ValueError, match="does not place the weights as they were loaded"):
         engine.executor(wave, [[3, 4, 5, 6]], greedy_plan(1))
 
 

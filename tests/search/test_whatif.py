@@ -150,7 +150,7 @@ def test_the_best_batch_is_the_best_of_all_batches(name):
         (("--batch", "2", "--system", "kv_only", "--compare", "act_only"), "give one of them"),
         (("--batch", "2", "--vary", "batch=1,2"), "--vary batch=1,2 and --batch: give one of them"),
         (("--vary", "bach=1"), "did you mean batch?"),
-        (("--vary", "batch=auto,4"), "--vary batch: 'auto,4' must be numbers, like batch=1,2,4,8"),
+        (("--vary", "batch=auto,4"), "--vary batch: 'auto,4' must be numbers, for example batch=1,2,4,8"),
         (("--batch", "2", "--system", ""), "unknown system ''; known: kv_only"),
         (("--batch", "2", "--system", "", "--policy", "kv_only"), "give one of them"),
         (("--batch", "2", "--compare", ""), "'' has an empty name: write names with commas between"),

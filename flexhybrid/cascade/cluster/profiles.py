@@ -8,8 +8,8 @@ A model has a profile ([batch, seconds] and [batch, bytes] pairs, to which lines
 its weights and cache are on the host, and the virtual clock predicts the seconds of its batches. The link is assumed to
 be its own, and the host memory of each replica is not planned.
 
-``flexhybrid cascade profile`` measures models and writes the file (``profiling``). Its fields ``BESIDE`` are only for
-information.
+``flexhybrid cascade profile`` measures models and writes the file (``profiling``). Its fields ``UNUSED`` are for the
+reader only.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from sim import catalogue
 VERSION = 1
 NUMBERS = ("output_bytes", "hidden_bytes")
 COUNTS = ("max_batch", "max_partitions")
-BESIDE = ("utilisation", "energy_j", "measured")  #: fields of ``flexhybrid cascade profile`` that are not used here
+UNUSED = ("utilisation", "energy_j", "measured")  #: fields of ``flexhybrid cascade profile`` that are not used here
 OFFLOADED = {"model": str, "hardware": str, "prompt_len": int, "gen_len": int}  #: required fields of "offloaded"
 OPTIONAL = ("system", "batches", "clock", "dtype")  #: its optional fields, arguments of ``offloaded_lines``
 
@@ -77,7 +77,7 @@ def _model(name: str, record: object) -> ServedModel:
     """Return the model of a record in the file. Raise InputError for a wrong field."""
     if not isinstance(record, dict):
         raise InputError(f"it must be a JSON object, not {record!r}")
-    known = ("seconds", "memory_bytes", "offloaded", *NUMBERS, *COUNTS, *BESIDE)
+    known = ("seconds", "memory_bytes", "offloaded", *NUMBERS, *COUNTS, *UNUSED)
     if strange := [key for key in record if key not in known]:
         raise unknown("field", strange[0], known)
     if "offloaded" in record:

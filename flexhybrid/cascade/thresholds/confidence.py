@@ -126,7 +126,7 @@ class Calibration:
     temperature: float
     ece_before: float  #: expected calibration error at temperature 1
     ece_after: float
-    confidence: np.ndarray  #: [N], with the temperature
+    confidence: np.ndarray  #: [N], computed with the temperature
 
 
 def calibrate(scored: Scored, generated: bool = False) -> Calibration:

@@ -86,7 +86,7 @@ def varied_of(text: str) -> Varied:
     try:
         return Varied(field, tuple(dict.fromkeys(map(VARIED[field], texts))))
     except ValueError:
-        raise InputError(f"--vary {field}: {shown(rest)} must be numbers, like {field}=1,2,4,8") from None
+        raise InputError(f"--vary {field}: {shown(rest)} must be numbers, for example {field}=1,2,4,8") from None
 
 
 def answers(points: Iterable[Mapping], workload: Workload | None = None, note: Note | None = None) -> list[SystemRun]:
