@@ -37,7 +37,6 @@ class RowFormat(NamedTuple):
         return self.width * self.dtype.itemsize
 
     def pack(self, rows: torch.Tensor, out: torch.Tensor, share: Share = map) -> None:
-        """Quantize rows of the compute dtype. ``share`` as in ``kernels.quantize``."""
         quantize(rows, self.bits, out, self.group, share)
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor, share: Share = map) -> None:

@@ -55,7 +55,6 @@ class Recorded:
         return self.event.query()
 
     def synchronize(self) -> None:
-        """Block the calling thread until the stream has reached the event."""
         self.event.synchronize()
 
     def __del__(self):

@@ -56,7 +56,7 @@ class Issuer:
     def __init__(self, around: Around = lambda tasks: tasks()):
         self.around = around  #: calls the function that plans and enqueues
         self.lanes: list[StreamLane] = []
-        self.told = threading.Event()  #: set when a host lane completes an awaited task, or a lane fails
+        self.wake = threading.Event()  #: set when a host lane completes an awaited task, or a lane fails
         self._current: StreamLane | None = None  #: lane whose stream is the thread's current one
 
     def enqueue(self) -> None:
@@ -80,9 +80,9 @@ class Issuer:
         On a stream lane, stop when the task is enqueued and no task is left that waits for a host lane.
         """
         if isinstance(lane, StreamLane):
-            lane.let_go(ordinal)
+            lane.queue_if_held(ordinal)
         else:
-            lane.call_when_passed(ordinal, self.told.set)
+            lane.call_when_passed(ordinal, self.wake.set)
         self._enqueue_awaited()
         while lane.passed <= ordinal:
             self._sleep(lane, LOOK_UP_S)
@@ -92,8 +92,8 @@ class Issuer:
 
     def _sleep(self, lane: Lane, seconds: float) -> None:
         """Sleep until a host lane completes an awaited task, at most ``seconds``; then enqueue ready tasks."""
-        self.told.wait(seconds)
-        self.told.clear()
+        self.wake.wait(seconds)
+        self.wake.clear()
         if lane.failed:
             raise Aborted
         self._enqueue_awaited()
@@ -102,7 +102,7 @@ class Issuer:
         """Enqueue all ready tasks, including held ones that a host lane waits for."""
         for lane in self.lanes:
             for ordinal in lane.awaited():
-                lane.let_go(ordinal)
+                lane.queue_if_held(ordinal)
         self.enqueue()
 
 
@@ -157,37 +157,37 @@ class StreamLane(Lane):
             held[0].append(task)
             self._held = held[0], (*held[1], *late)
         else:
-            self.hold_no_longer()
+            self.queue_held()
             self._held = [task], waits
         latest.update(waits)
         alone = self.submitted <= self.num_spans or task.iteration < self.timed_iterations
         self._joining = None if alone else together.next_key(task)
         if self._joining is None:
-            self.hold_no_longer()
+            self.queue_held()
 
-    def hold_no_longer(self) -> None:
+    def queue_held(self) -> None:
         """Queue the held tasks."""
         if self._held:
             self.queued.append(self._held)
             self._held = None
 
-    def let_go(self, ordinal: int) -> bool:
+    def queue_if_held(self, ordinal: int) -> bool:
         """Queue the held tasks if this task is one of them; return whether it is.
 
         Otherwise keep them: if launches depended on when the planning thread waits, each case would need its own graph.
         """
         if self._held is None or ordinal < self.submitted - len(self._held[0]):
             return False
-        self.hold_no_longer()
+        self.queue_held()
         return True
 
     def call_when_passed(self, ordinal: int, call: Callable[[], object]) -> None:
         super().call_when_passed(ordinal, call)
-        self.issuer.told.set()  # the task may be held
+        self.issuer.wake.set()  # the task may be held
 
     def abort(self) -> None:
         super().abort()
-        self.issuer.told.set()
+        self.issuer.wake.set()
 
     def may_enqueue(self, waits: Waits) -> bool:
         """Return whether all awaited tasks have passed; if one of a host lane has not, ask it to notify the issuer."""
@@ -196,11 +196,11 @@ class StreamLane(Lane):
             if lane.passed > ordinal:
                 continue
             if isinstance(lane, StreamLane):
-                if lane.let_go(ordinal) and self.issuer.feed(lane) and lane.passed > ordinal:
+                if lane.queue_if_held(ordinal) and self.issuer.feed(lane) and lane.passed > ordinal:
                     continue
             elif self._asked != (resource, ordinal):
                 self._asked = resource, ordinal
-                lane.call_when_passed(ordinal, self.issuer.told.set)
+                lane.call_when_passed(ordinal, self.issuer.wake.set)
                 if lane.passed > ordinal:
                     continue
             return False

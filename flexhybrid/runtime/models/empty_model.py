@@ -82,7 +82,7 @@ def _empty_model(
         for name in untied:
             own = torch.nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
             setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], own)
-        return hosted(lambda: _looked_at(folder, model, "text_config" in config, untied))
+        return hosted(lambda: _examined(folder, model, "text_config" in config, untied))
     except Exception as error:  # Unsupported, or any error of an unusual model
         reason = error if isinstance(error, Unsupported) else f"its modules are not as expected ({one_line(error)})"
         raise InputError(
@@ -90,7 +90,7 @@ def _empty_model(
         ) from None
 
 
-def _looked_at(folder: Path, model, is_part: bool, untied: frozenset[str]) -> EmptyModel:
+def _examined(folder: Path, model, is_part: bool, untied: frozenset[str]) -> EmptyModel:
     with Layers(model) as layers:
         facts = look(layers, _positions(model))
         shape = _shape(folder, model, layers, facts)

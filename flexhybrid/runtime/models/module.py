@@ -82,7 +82,7 @@ class ModulePath:
                 made |= {path[:end] for end, character in enumerate(path) if character == "."} | {"", path}
         filled = {module for path, module in self.model.named_modules() if path in made}
         with float32_default():
-            for module, owner in _owned(self.model, self.model):
+            for module, owner in _modules_with_owner(self.model, self.model):
                 if module in filled:  # its parameters are still on the meta device
                     owner._init_weights(module)
         for module in self.model.modules():
@@ -225,12 +225,12 @@ class ModulePath:
         return self.layers.head(hidden_Bh, rest if rows == len(hidden_Bh) else None)
 
 
-def _owned(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
+def _modules_with_owner(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each module, parents first, with the innermost transformers model that it belongs to."""
     owner = module if hasattr(module, "_init_weights") else owner
     yield module, owner
     for part in module.children():
-        yield from _owned(part, owner)
+        yield from _modules_with_owner(part, owner)
 
 
 def _slots(layer: torch.nn.Module, outside: frozenset[str]) -> dict[str, Slot]:

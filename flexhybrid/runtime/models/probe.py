@@ -170,7 +170,7 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
 
     with torch.inference_mode(), masks_made_by(tagged):
         ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
-        hidden, calls, _ = _told(layers, lambda: layers.embed(ids, ids), "what stands before its layers")
+        hidden, calls, _ = _checked_run(layers, lambda: layers.embed(ids, ids), "what stands before its layers")
         if hidden.dim() not in (3, 4) or hidden.shape[-3:-1] != (1, ROWS):
             raise Unsupported("its hidden states are not one row a token")
 
@@ -216,7 +216,7 @@ def _sources(
             if state and not state.attends:
                 continue
             called = with_cache(call, stand_in(layers), index) if state else call
-            pending = _begun(layers, index, hidden, called)
+            pending = _checked_begin(layers, index, hidden, called)
             pending.run.leave()
             own = pending.call.key, pending.call.value
             lenders = marks.of(own)
@@ -251,7 +251,7 @@ def _lacks_values(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "meta tensors" in str(error) or "Meta tensors" in str(error)
 
 
-def _told(layers: Layers, function: Callable[[], Any], where: str) -> Any:
+def _checked_run(layers: Layers, function: Callable[[], Any], where: str) -> Any:
     """Call a function that runs a model's layers; raise Unsupported for its errors. ``where``: the running part."""
     try:
         return function()
@@ -270,8 +270,8 @@ def _told(layers: Layers, function: Callable[[], Any], where: str) -> Any:
         raise Unsupported(f"{where} cannot be run by itself ({one_line(error)})") from error
 
 
-def _begun(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall) -> Pending:
-    return _told(layers, lambda: layers.begin(index, hidden, call), f"layer {index}, up to its attention,")
+def _checked_begin(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall) -> Pending:
+    return _checked_run(layers, lambda: layers.begin(index, hidden, call), f"layer {index}, up to its attention,")
 
 
 def _look_at(
@@ -293,7 +293,7 @@ def _look_at(
     if state:  # each run needs an empty state
         call, again = (with_cache(call, stand_in(layers), index) for _ in range(2))
     with _Uses() as uses:
-        pending = _begun(layers, index, hidden, call)
+        pending = _checked_begin(layers, index, hidden, call)
     early = {name for name, parameter in named.items() if id(parameter) in uses.seen}
     attention = _attention_facts(layers, index, hidden, again, pending.call, latents=latents, lender=lender)
     if lender and attention.window != lender.window:

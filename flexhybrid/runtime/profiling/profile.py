@@ -178,7 +178,7 @@ LEAST_IN_A_ROW = 4  #: if fewer tasks of a size follow no pause, all tasks of th
 LONG_S = 1e-2
 HASTE = 1.25  #: rate of a sped-up link, as a multiple of the rate at which the device uses the data
 AGREE = 1.05  #: the two shortest times of a size agree up to this ratio
-WEIGHTY = 0.05  #: a size matters from this share of its run's computing time
+RELEVANT = 0.05  #: a size matters from this share of its run's computing time
 CPU_SECONDS = 45.0  #: after this time, a CPU's runs are not measured again
 #: A GPU's times of one size may form two clusters, separated by a gap of at least this ratio, each with at least an
 #: eighth of the times. The upper cluster is left out, because it waits for the host: the first layer of a step takes
@@ -255,12 +255,12 @@ def profile(
         return placed[key]
 
     began, todo = time.perf_counter(), runs_of(device.type) if runs is None else list(runs)
-    all_runs, passes, weighty = todo, [], {}
+    all_runs, passes, relevant = todo, [], {}
     while todo:
         times: TaskTimes = {}
         for run in todo:
             of_run = kernel_times(_run(small, weights_of, run, link_gb_per_s, budgets), device.type)
-            weighty[id(run)] = _weighty(of_run)
+            relevant[id(run)] = _relevant_sizes(of_run)
             add_times(times, of_run)
             gc.collect()  # reference cycles of a finished run keep its buffers
             if on_progress and len(passes) < num_passes(device.type):
@@ -270,9 +270,9 @@ def profile(
                 times.setdefault(key, ([], []))[0].append(seconds)
         passes.append(times)
         if len(passes) >= num_passes(device.type):
-            apart = _apart(passes, device.type)
+            apart = _disagreeing_sizes(passes, device.type)
             in_time = device.type == "cpu" and time.perf_counter() - began < CPU_SECONDS
-            todo = [run for run in all_runs if weighty[id(run)] & apart] if in_time else []
+            todo = [run for run in all_runs if relevant[id(run)] & apart] if in_time else []
     result = samples_of(passes, device.type)
     result.samples[LAUNCHER] = [(0.0, 0.0, launch_seconds(shape, dtype, device))]
     # Verbs without samples only move memory, like assemble (or attend in place) on the device, scatter on the host.
@@ -346,16 +346,16 @@ def add_times(times: TaskTimes, more: TaskTimes) -> None:
             own += others
 
 
-def _counted(key: str, times: tuple[list[float], list[float]]) -> list[float]:
+def _counting_seconds(key: str, times: tuple[list[float], list[float]]) -> list[float]:
     """Return the seconds that count: all on a link; elsewhere those without a pause, if there are LEAST_IN_A_ROW."""
     in_a_row, paused = times
     return in_a_row if len(in_a_row) >= LEAST_IN_A_ROW and not crosses_link(key) else in_a_row + paused
 
 
-def _weighty(times: TaskTimes) -> set:
-    """Return the sizes that took more than WEIGHTY of a run's computing seconds."""
+def _relevant_sizes(times: TaskTimes) -> set:
+    """Return the sizes that took more than RELEVANT of a run's computing seconds."""
     seconds = {key: sum(map(sum, of)) for key, of in times.items() if not crosses_link(key[0])}
-    return {key for key, of in seconds.items() if of > WEIGHTY * sum(seconds.values())}
+    return {key for key, of in seconds.items() if of > RELEVANT * sum(seconds.values())}
 
 
 def samples_of(passes: Sequence[TaskTimes], device: str) -> ProfileSamples:
@@ -370,7 +370,7 @@ def samples_of(passes: Sequence[TaskTimes], device: str) -> ProfileSamples:
         name, resource = key[0], resource_of_line(key[0])
         if resource not in ("compute", "host_compute"):
             continue
-        counted = np.array(_counted(name, merged[key]))
+        counted = np.array(_counting_seconds(name, merged[key]))
         mean_s = counted[counted <= OUTLIER * np.median(counted)].mean()
         of_resource = resource + ALONE_SUFFIX * name.endswith(ALONE_SUFFIX)
         result.contention.setdefault(of_resource, []).append((undisturbed_s, float(mean_s), len(counted)))
@@ -387,7 +387,7 @@ def typical_times(times: TaskTimes, device: str) -> dict[tuple, float]:
     """
     return {
         key: _lower_half(of) if device == "cpu" and not crosses_link(key[0]) else _typical(of, device)
-        for key, of in ((key, _counted(key[0], of)) for key, of in times.items())
+        for key, of in ((key, _counting_seconds(key[0], of)) for key, of in times.items())
     }
 
 
@@ -406,7 +406,7 @@ def typical_of_passes(*passes: dict[tuple, float]) -> ProfileSamples:
     return result
 
 
-def _apart(passes: Sequence[TaskTimes], device: str) -> set:
+def _disagreeing_sizes(passes: Sequence[TaskTimes], device: str) -> set:
     """Return the sizes of REPORTED_S or more whose two shortest times differ by more than AGREE."""
     typical = [typical_times(times, device) for times in passes]
     shortest = {key: sorted(of[key] for of in typical if key in of)[:2] for key in set().union(*typical)}

@@ -66,7 +66,7 @@ class HeavyHitters(SelectionHooks):
 
     def begin_step(self, step: MiniBatchStep) -> None:
         if not (step.prefill or step.whole):
-            self._step_places[step.mini_batch] = self._look_up(step)
+            self._step_places[step.mini_batch] = self._step_places_of(step)
 
     def stages_rows(self, step: MiniBatchStep) -> bool:
         """After a prompt, ``rank`` stages the rows that are kept."""
@@ -123,7 +123,7 @@ class HeavyHitters(SelectionHooks):
         self.scores[layer, at.requests], self.born[layer, at.requests] = scores, born
         self.places[slot] = self.slots[place[..., 0]]
 
-    def _look_up(self, step: MiniBatchStep) -> StepPlaces:
+    def _step_places_of(self, step: MiniBatchStep) -> StepPlaces:
         kept, recent = step.most_kept, recent_tokens(step)
         planned = step.context % kept
         columns, held = self._columns(step)

@@ -27,18 +27,20 @@ def assemble(state: State, task: Task) -> None:
     step, batch = task.payload.step, len(task.payload.step.requests)
     targets = state.buffers.attention_views(batch, step.attention_tokens)
     rows = {"act": 0, "plain": 0}  # number of copied rows of recomputed and of dequantized KV
-    lay_own(state, task, targets, _lay(state, task, step.segments, targets, rows))
+    copy_own(state, task, targets, _copy_segments(state, task, step.segments, targets, rows))
     before, commons, tensors = batch * step.attention_tokens, [], state.tensors(task)
     places = tensors.places.common if tensors.places else [None] * len(step.commons)
     for common, of_step, columns in zip(step.commons, tensors.common_rows, places, strict=True):
         views = state.buffers.attention_views(len(common.rows), common.tokens, before)
-        _lay(state, task, common.segments, views, rows)
+        _copy_segments(state, task, common.segments, views, rows)
         commons.append(SharedPart(of_step, *views, columns))
         before += len(common.rows) * common.tokens
     state.context = Context(*targets, tensors.mask_B11T, tuple(commons))
 
 
-def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targets, rows: dict[str, int]) -> int:
+def _copy_segments(
+    state: State, task: Task, segments: tuple[Segment, ...], targets: Targets, rows: dict[str, int]
+) -> int:
     """Copy segments to the targets, one after another from column 0; return the next column."""
     step, shape, slot, column = task.payload.step, state.shape, task.payload.slot, 0
     for segment in segments:
@@ -53,16 +55,17 @@ def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targe
                 blocks = generated.view(-1, BLOCK_TOKENS, 2, shape.num_kv_heads, shape.head_dim).permute(0, 2, 3, 1, 4)
                 gather_blocks(blocks, state.tensors(task).buffer_tables[id(segment)], targets, column, width)
             else:
-                lay_rows(generated, targets, column, width, shape)
+                copy_to_columns(generated, targets, column, width, shape)
         elif state.buffers.packed("kv"):
-            lay_rows(state.buffers.plain["kv"][rows["plain"] : rows["plain"] + size], targets, column, width, shape)
+            plain = state.buffers.plain["kv"][rows["plain"] : rows["plain"] + size]
+            copy_to_columns(plain, targets, column, width, shape)
             rows["plain"] += size
         elif not state.buffers.head_major(segment):
-            lay_rows(state.buffers.loaded_region(step, segment, slot), targets, column, width, shape)
+            copy_to_columns(state.buffers.loaded_region(step, segment, slot), targets, column, width, shape)
         elif segment.tier == "host":
             blocks = state.buffers.loaded_region(step, segment, slot)
             blocks = blocks.unflatten(2, (2, shape.num_kv_heads, BLOCK_TOKENS, shape.head_dim))
-            _lay_blocks(blocks, targets, column, width)
+            _copy_blocks(blocks, targets, column, width)
         else:
             table = state.tensors(task).block_tables[id(segment)]
             gather_blocks(state.buffers.pools[segment.space][task.layer], table, targets, column, width)
@@ -70,20 +73,20 @@ def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targe
     return column
 
 
-def lay_own(state: State, task: Task, targets: Targets, column: int) -> None:
+def copy_own(state: State, task: Task, targets: Targets, column: int) -> None:
     """Copy the computed tokens' own keys and values to the columns from ``column`` on."""
     for own, target in zip(split_heads(state.shape, state.kvq[task.payload.slot]), targets, strict=False):
         target[:, :, column:].copy_(own.view(len(target), -1, *own.shape[1:]).transpose(1, 2))
 
 
-def lay_rows(rows: torch.Tensor, targets: Targets, column: int, width: int, shape: ModelShape) -> None:
+def copy_to_columns(rows: torch.Tensor, targets: Targets, column: int, width: int, shape: ModelShape) -> None:
     """Copy rows [B · columns, 2·G·d] to the columns [column, column + width) of the targets."""
     grid = _widened(rows.view(len(targets[0]), -1, 2, shape.num_kv_heads, shape.head_dim))[:, :width]
     for half, target in enumerate(targets):
         _widened(target)[:, :, column : column + width].copy_(grid[:, :, half].transpose(1, 2))
 
 
-def _lay_blocks(blocks: torch.Tensor, targets: Targets, column: int, width: int) -> None:
+def _copy_blocks(blocks: torch.Tensor, targets: Targets, column: int, width: int) -> None:
     """Copy blocks [B, n, 2, G, 16, d] to the columns [column, column + width) of the targets."""
     full, tail = divmod(width, BLOCK_TOKENS)
     blocks = _widened(blocks)

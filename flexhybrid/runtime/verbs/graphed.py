@@ -12,8 +12,8 @@ the device **counts them up** (``FixedStep``). The host uploads the data of a st
 - in every step, if a window hides tokens, requests change their logits, or the cache has both(…).
 
 Adjacent verbs of a position share a graph (``JointLaunch``). If weights and cache are on the device, a graph covers a
-layer. It covers a whole step (``embed`` to ``sample``), if also no other task comes between the step's tasks and no
-request has a grammar, changes its logits or asks for log probabilities. Uploading and counting come before this graph.
+layer. It covers a whole step (``embed`` to ``sample``), if also no other task comes between the step's tasks. Then no
+request may have a grammar, change its logits or ask for log probabilities. Uploading and counting precede this graph.
 Its form also includes the wave's token table and sampled tokens. The form changes if a request leaves, or if a table
 outgrows its memory or is read in more parts.
 
@@ -172,7 +172,9 @@ class FixedStep:
         follows = self.state() is state and step.iteration == last.iteration + 1 and blocks == self.blocks
         if not (follows and self.steady and np.array_equal(step.context, last.context + 1)):
             return False
-        if _hiding(step) or (step.context % BLOCK_TOKENS < 2).any():  # a request takes a block, or first reads from one
+        if (
+            _hiding_window(step) or (step.context % BLOCK_TOKENS < 2).any()
+        ):  # a request takes a block, or first reads from one
             return False
         if tables := self.tensors.block_tables:
             ids = [[id(s) for s in (*of.of("act"), *of.of("kv"))] for of in (last, step)]
@@ -189,7 +191,7 @@ def _blocks(step: MiniBatchStep) -> list[bytes]:
     return [array.tobytes() for array in arrays]
 
 
-def _hiding(step: MiniBatchStep) -> int | None:
+def _hiding_window(step: MiniBatchStep) -> int | None:
     """Return the window of a step's layers if it hides tokens, else None."""
     return step.window if step.window and (step.context + step.new_tokens).max() > step.window else None
 
@@ -294,7 +296,7 @@ class Graphs:
         """Compute the tensors of a step, in the memory of ``held`` if it has room."""
         from flexhybrid.runtime.kernels.attend_triton import num_parts
 
-        extents = step_extents(state, step, _hiding(step), torch.from_numpy)
+        extents = step_extents(state, step, _hiding_window(step), torch.from_numpy)
         batch, width = len(step.requests), step.computed_width
         table, group = cast("BlockTable", extents.layout), len(state.wave.mini_batches[step.mini_batch])
         rows = {name: getattr(table, name).numpy() for name in ("starts", "places", "kinds")}
@@ -333,7 +335,7 @@ class Graphs:
         places = tuple(of.data_ptr() for of in (held.memory, *held.rotation, *hidden))
         held.form = batch, width, group, held.room, whole, places
         names, parts = memory_names(state, extents.segments), num_parts(batch, state.shape.num_heads, table)
-        held.table = _hiding(step), parts, table.parts, tuple(names[part] for part in table.parts)
+        held.table = _hiding_window(step), parts, table.parts, tuple(names[part] for part in table.parts)
         return held
 
     def fixed(self, state: Executor, task: Task) -> FixedStep:
@@ -410,7 +412,7 @@ class Graphs:
             return
         recording.graph.replay()
         self.launches += 1
-        self._leave(state, task, verbs, recording)
+        self._set_results(state, task, verbs, recording)
 
     def run_step(self, state: Executor, tasks: Sequence[Task]) -> bool:
         """Run all tasks of a step with one graph; return False, without running them, if there is none."""
@@ -425,7 +427,7 @@ class Graphs:
             return False
         recording.graph.replay()
         self.launches += 1
-        self._leave(state, tasks[-1], ("finish",), recording)
+        self._set_results(state, tasks[-1], ("finish",), recording)
         return True
 
     def _launch(self, state: Executor, tasks: Sequence[Task]) -> None:
@@ -484,7 +486,7 @@ class Graphs:
         keeps_act = self._packs_act and tasks[-1].verb == "project"
         return Recording(graph, state.act if keeps_act else NOTHING)
 
-    def _leave(self, state: Executor, task: Task, verbs: tuple[str, ...], recording: Recording) -> None:
+    def _set_results(self, state: Executor, task: Task, verbs: tuple[str, ...], recording: Recording) -> None:
         """Set the state that later verbs expect after the verbs that a graph replaced."""
         step, slot = task.payload.step, task.payload.slot
         rows = len(step.requests) * step.computed_width

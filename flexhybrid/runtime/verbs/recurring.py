@@ -14,17 +14,17 @@ from flexhybrid.runtime.models.module import Held
 
 def load_state(state: State, task: Task) -> None:
     """Load the states of a mini-batch's requests in a layer from the host to a device slot."""
-    for room, pool, (first, place, count) in _moved(state, task):
+    for room, pool, (first, place, count) in _state_copies(state, task):
         state.copies.copy_h2d(room[first : first + count], pool[place : place + count])
 
 
 def store_state(state: State, task: Task) -> None:
     """Store the states that a layer wrote from a device slot to the host."""
-    for room, pool, (first, place, count) in _moved(state, task):
+    for room, pool, (first, place, count) in _state_copies(state, task):
         state.copies.copy_d2h(pool[place : place + count], room[first : first + count])
 
 
-def _moved(state: State, task: Task) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]]:
+def _state_copies(state: State, task: Task) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]]:
     """Yield (slot's memory, pool, (first row in the slot, first place in the pool, count)) for each copy."""
     places, states = state.state_places[task.payload.step.requests], state.buffers.states
     starts = np.flatnonzero(np.r_[True, np.diff(places) != 1])
@@ -43,7 +43,7 @@ def held_states(state: State, task: Task) -> Held:
     if states.on_host:
         return states.slot(task.layer, task.payload.slot, len(step.requests))
     places = state.state_places[step.requests]
-    if _side_by_side(places):
+    if _are_consecutive(places):
         return [pool[places[0] : places[0] + len(places)] for pool in states.pools[task.layer]]
     return [pool.index_select(0, state.to_device(places)) for pool in states.pools[task.layer]]
 
@@ -60,7 +60,7 @@ def keep_states(state: State, task: Task) -> None:
         targets, first = states.pools[task.layer], int(places[0])
     for group, tensors in state.modules.left(task.payload.slot, task.layer):
         for target, tensor in zip(targets, tensors, strict=True):
-            if group.members is None and (states.on_host or _side_by_side(places)):
+            if group.members is None and (states.on_host or _are_consecutive(places)):
                 own = target[first : first + len(places)]
                 if own.data_ptr() != tensor.data_ptr():
                     own.copy_(tensor)
@@ -69,5 +69,5 @@ def keep_states(state: State, task: Task) -> None:
             target[state.to_device(members if states.on_host else places[members])] = tensor
 
 
-def _side_by_side(places: np.ndarray) -> bool:
+def _are_consecutive(places: np.ndarray) -> bool:
     return bool((np.diff(places) == 1).all())

@@ -16,7 +16,7 @@ from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
 from flexhybrid.runtime.selections.speculative import Fetched, Speculation
 from flexhybrid.runtime.step_tensors import mask_of
-from flexhybrid.runtime.verbs.attending import lay_own, lay_rows
+from flexhybrid.runtime.verbs.attending import copy_own, copy_to_columns
 from flexhybrid.runtime.verbs.computing import generate
 from flexhybrid.runtime.verbs.moving import take_rows
 
@@ -137,10 +137,10 @@ def assemble_chosen(state: State, task: Task) -> None:
                 target[:, :, columns].copy_(loaded.index_select(0, rows).view(target[:, :, columns].shape))
         else:
             computed = buffers.generated if tokens.representation == "act" else buffers.plain["kv"]
-            lay_rows(computed.index_select(0, rows), targets, column, tokens.most, state.shape)
+            copy_to_columns(computed.index_select(0, rows), targets, column, tokens.most, state.shape)
         hidden.append(np.arange(tokens.most) >= tokens.counts_B[:, None])
         column += tokens.most
-    lay_own(state, task, targets, column)
+    copy_own(state, task, targets, column)
     hidden_BT = np.pad(np.concatenate(hidden, axis=1), ((0, 0), (0, 1)))  # the new token sees itself
     mask = mask_of(hidden_BT, state.weights.dtype, state.device) if hidden_BT.any() else None
     state.context = Context(*targets, mask)

@@ -176,12 +176,12 @@ def _prefetch(builder, address):
     emit_prefetch(builder, address, level=2)
 
 
-def _merges():
+def _sum_shuffles():
     """Return the shuffles with which ``_sums_of`` adds up LANES vectors, and the initial order of the vectors.
 
     Each step halves the number of vectors. It merges two neighbours into one vector by adding two shuffles of them: the
-    first halves of groups of lanes, and the last halves. A step of groups of 32 bytes or more combines whole vectors, a
-    step of smaller groups stays inside 16 bytes, so that each shuffle is one processor instruction.
+    first halves of groups of lanes, and the last halves. Steps with groups of 32 bytes or more combine whole vectors.
+    Steps with smaller groups stay inside 16 bytes. So each shuffle is one processor instruction.
     """
     steps, owners, half = [], np.arange(LANES)[:, None].repeat(LANES, 1), LANES // 2
     while half:
@@ -192,24 +192,24 @@ def _merges():
     return [[_words(*of.tolist()) for of in step] for step in steps], np.argsort(owners[0])
 
 
-MERGES, MERGED = _merges()
+SUM_SHUFFLES, SUM_ORDER = _sum_shuffles()
 
 
 def _sums_of(builder, vectors):
     """Return a vector whose elements are the sums of LANES vectors, in their order."""
-    vectors = [vectors[i] for i in MERGED]
-    for step in MERGES:
+    vectors = [vectors[i] for i in SUM_ORDER]
+    for step in SUM_SHUFFLES:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [builder.fadd(*(builder.shuffle_vector(*pair, lanes) for lanes in step)) for pair in pairs]
     return vectors[0]
 
 
-def _behind(builder, address, index, step):
+def _offset(builder, address, index, step):
     """Return address + index · step; ``step`` is in bytes."""
     return builder.add(address, builder.mul(index, step if isinstance(step, ir.Value) else I64(step)))
 
 
-def _fuse_in(builder, sums, factor, other):
+def _accumulate(builder, sums, factor, other):
     """Add factor · other to the vector register ``sums``."""
     builder.store(_fuse(builder, factor, other, builder.load(sums)), sums)
 
@@ -249,12 +249,12 @@ def _emit_scores(builder, kind, queries, tile, rows, count):
         sums = [[cgutils.alloca_once_value(builder, _floats(0)) for _ in range(tokens)] for _ in range(queries)]
         for first in range(0, tokens, TOKENS_IN_TURN):
             own = [of_query[first : first + TOKENS_IN_TURN] for of_query in sums]
-            at = _behind(builder, keys, builder.add(token, I64(first)), step)
+            at = _offset(builder, keys, builder.add(token, I64(first)), step)
             _emit_products(builder, kind, own, (taken, row), (at, step, ahead))
         total = _sums_of(builder, [builder.load(one) for of_query in sums for one in of_query])
         for query in range(queries):
             own = builder.shuffle_vector(total, total, _words(*range(query * tokens, (query + 1) * tokens)))
-            _write(builder, builder.add(_behind(builder, scores, token, 4), I64(query * ROW_BYTES)), own)
+            _write(builder, builder.add(_offset(builder, scores, token, 4), I64(query * ROW_BYTES)), own)
 
 
 def _emit_products(builder, kind, sums, taken, rows):
@@ -267,18 +267,18 @@ def _emit_products(builder, kind, sums, taken, rows):
     tokens, soon = len(sums[0]), cgutils.alloca_once_value(builder, builder.add(keys, ahead))
 
     def add(vector, vectors):
-        at, following = _behind(builder, keys, vector, vector_bytes), builder.load(soon)
+        at, following = _offset(builder, keys, vector, vector_bytes), builder.load(soon)
         for i in range(tokens):
             _prefetch(builder, builder.add(following, I64(i * LINE_BYTES)))
         builder.store(builder.add(following, I64(tokens * LINE_BYTES)), soon)
         for other in range(vectors):
-            places = [builder.add(_behind(builder, at, I64(i), step), I64(other * vector_bytes)) for i in range(tokens)]
+            places = [builder.add(_offset(builder, at, I64(i), step), I64(other * vector_bytes)) for i in range(tokens)]
             elements = [_elements(builder, kind, place) for place in places]
-            of_query = builder.add(_behind(builder, taken, vector, VECTOR_BYTES), I64(other * VECTOR_BYTES))
+            of_query = builder.add(_offset(builder, taken, vector, VECTOR_BYTES), I64(other * VECTOR_BYTES))
             for query, own_sums in enumerate(sums):
-                own = _read(builder, _behind(builder, of_query, I64(query), row), FLOATS)
+                own = _read(builder, _offset(builder, of_query, I64(query), row), FLOATS)
                 for i in range(tokens):
-                    _fuse_in(builder, own_sums[i], own, elements[i])
+                    _accumulate(builder, own_sums[i], own, elements[i])
 
     _in_steps(builder, builder.udiv(row, I64(VECTOR_BYTES)), LINE_BYTES // vector_bytes, add)
 
@@ -293,24 +293,24 @@ def _emit_sums(builder, kind, queries, tile, rows, count):
 
     def add(vector, vectors):
         places = [
-            builder.add(_behind(builder, _behind(builder, sums, vector, VECTOR_BYTES), I64(query), row), I64(offset))
+            builder.add(_offset(builder, _offset(builder, sums, vector, VECTOR_BYTES), I64(query), row), I64(offset))
             for query in range(queries)
             for offset in range(0, vectors * VECTOR_BYTES, VECTOR_BYTES)
         ]
         kept = [cgutils.alloca_once_value(builder, _read(builder, place, FLOATS)) for place in places]
-        first = _behind(builder, values, vector, LANES * element_bytes)
+        first = _offset(builder, values, vector, LANES * element_bytes)
         with cgutils.for_range(builder, count) as token:
-            at = _behind(builder, first, token.index, step)
+            at = _offset(builder, first, token.index, step)
             for line in range(0, vectors * LANES * element_bytes, LINE_BYTES):
                 _prefetch(builder, builder.add(builder.add(at, ahead), I64(line)))
             elements = [
                 _elements(builder, kind, builder.add(at, I64(i * LANES * element_bytes))) for i in range(vectors)
             ]
-            at = _behind(builder, weights, token.index, 4)
+            at = _offset(builder, weights, token.index, 4)
             for query in range(queries):
                 weight = _to_all(builder, _read(builder, builder.add(at, I64(query * ROW_BYTES)), FLOAT))
                 for i in range(vectors):
-                    _fuse_in(builder, kept[query * vectors + i], weight, elements[i])
+                    _accumulate(builder, kept[query * vectors + i], weight, elements[i])
         for place, one in zip(places, kept, strict=True):
             _write(builder, place, builder.load(one))
 
@@ -355,15 +355,17 @@ def attend_items(kind, of_query, source, memories, layout, target, first, end):
             count = min(heads, until - head)
             at = (request * groups + head) * queries
             first_query = source[0] + request * source[1] + head * queries * d * _size_of(of_query)
-            _take(of_query, first_query, tile, count * queries, (d, row, factor))
-            _begin(tile[2], softmax, count * queries, row)
+            _load_queries(of_query, first_query, tile, count * queries, (d, row, factor))
+            _reset(tile[2], softmax, count * queries, row)
             for block in range(0, total, CHUNK_BLOCKS):
                 chunk = block, min(total, block + CHUNK_BLOCKS)
-                _go_over(kind, found, tile, sizes, chunk, (head, head + count), False)
+                _pass_chunk(kind, found, tile, sizes, chunk, (head, head + count), False)
                 for query in range(count * queries):
-                    _soften(tile[0] + query * ROW_BYTES, chunk[1] - block, softmax, query, tile[2] + query * row, row)
-                _go_over(kind, found, tile, sizes, chunk, (head, head + count), True)
-            _give(target[0] + at * d * 4, tile, softmax, count * queries, (d, row))
+                    _update_softmax(
+                        tile[0] + query * ROW_BYTES, chunk[1] - block, softmax, query, tile[2] + query * row, row
+                    )
+                _pass_chunk(kind, found, tile, sizes, chunk, (head, head + count), True)
+            _write_results(target[0] + at * d * 4, tile, softmax, count * queries, (d, row))
             for query in range(count * queries):
                 _store(target[1] + 4 * (at + query), softmax[0, query] + np.log(softmax[1, query]))
     scores[0] = taken[0] = sums[0] = padded[0] = 0  # a use at the end keeps the arrays, whose addresses are used above
@@ -410,7 +412,7 @@ def _find_blocks(layout, memories, request, size, found):
 
 
 @numba.njit(**PART)
-def _begin(sums, softmax, count, row):
+def _reset(sums, softmax, count, row):
     """Reset the sums and the softmax of ``count`` queries."""
     for at in range(0, count * row, VECTOR_BYTES):
         _store(sums + at, _fill(np.float32(0)))
@@ -419,7 +421,7 @@ def _begin(sums, softmax, count, row):
 
 
 @numba.njit(**PART)
-def _take(kind, source, tile, count, sizes):
+def _load_queries(kind, source, tile, count, sizes):
     """Copy queries into the tile, scaled and padded to whole vectors."""
     d, row, factor = sizes
     padded, size = tile[3] + BLOCK_TOKENS * row, _size_of(kind)
@@ -430,7 +432,7 @@ def _take(kind, source, tile, count, sizes):
 
 
 @numba.njit(**PART)
-def _give(target, tile, softmax, count, sizes):
+def _write_results(target, tile, softmax, count, sizes):
     """Write the results of ``count`` queries: their weighted sums of values, divided by the sums of the weights."""
     d, row = sizes
     for query in range(count):
@@ -441,7 +443,7 @@ def _give(target, tile, softmax, count, sizes):
 
 
 @numba.njit(**PART)
-def _ahead(found, block, chunk, of_values):
+def _next_distance(found, block, chunk, of_values):
     """Return the distance in bytes from a block's keys (or values) to the ones of the same head that are read next.
 
     These are in the next block. After a chunk's last keys come its first values, after its last values the next keys.
@@ -456,7 +458,7 @@ def _ahead(found, block, chunk, of_values):
 
 
 @numba.njit(**PART)
-def _soon(ahead, head, heads, step, head_bytes):
+def _prefetch_distance(ahead, head, heads, step, head_bytes):
     """Return the distance in bytes from a head's keys (or values) to the ones that are prefetched while they are read.
 
     These belong to a later head of the same block, or to one of the first heads of the next one (``ahead``: its
@@ -481,15 +483,15 @@ def _rows(rows, count, sizes, padded):
 
 
 @numba.njit(**PART)
-def _go_over(kind, found, tile, sizes, chunk, heads, of_values):
+def _pass_chunk(kind, found, tile, sizes, chunk, heads, of_values):
     """Write the scores of a chunk's tokens for the queries of ``heads``; or add its weighted values to their sums."""
     row, queries, head_bytes, _ = sizes
     for block in range(*chunk):
-        ahead, count, hidden = _ahead(found, block, chunk, of_values), found[block, 4], found[block, 5]
+        ahead, count, hidden = _next_distance(found, block, chunk, of_values), found[block, 4], found[block, 5]
         for head in range(*heads):
             first = found[block, 0] + head * found[block, 2] + of_values * found[block, 3]
             first, step = _rows((first, found[block, 1]), count, sizes, tile[3])
-            rows = first, step, _soon(ahead, head, heads, found[block, 2], head_bytes)
+            rows = first, step, _prefetch_distance(ahead, head, heads, found[block, 2], head_bytes)
             place, query = (head - heads[0]) * queries, 0
             scores = tile[0] + place * ROW_BYTES + (block - chunk[0]) * BLOCK_TOKENS * 4
             while query < queries:
@@ -505,11 +507,11 @@ def _go_over(kind, found, tile, sizes, chunk, heads, of_values):
                     query += 1
             if not of_values and (hidden or count < BLOCK_TOKENS):
                 for query in range(queries):
-                    _hide(scores + query * ROW_BYTES, hidden, count)
+                    _mask_tokens(scores + query * ROW_BYTES, hidden, count)
 
 
 @numba.njit(**PART)
-def _hide(scores, first, count):
+def _mask_tokens(scores, first, count):
     """Mask the scores of a block's first ``first`` tokens, and of those from ``count`` on."""
     for token in range(first):
         _store(scores + 4 * token, LOWEST)
@@ -518,7 +520,7 @@ def _hide(scores, first, count):
 
 
 @numba.njit(**PART)
-def _soften(scores, blocks, softmax, query, sums, row):
+def _update_softmax(scores, blocks, softmax, query, sums, row):
     """Replace a query's scores of a chunk by weights, relative to its highest score so far.
 
     If the highest score changes, rescale the query's sums. ``softmax``: highest score and sum of weights of each query.
