@@ -1,6 +1,7 @@
 """Convert a checkpoint's tensors for transformers' modules: rename, stack and split them as transformers does.
 
-One tensor or one stack of experts is converted at a time. transformers converts them in core_model_loading.
+One tensor or one stack of experts is converted at a time. transformers does the same in its core_model_loading
+(``convert_and_load_state_dict_in_model``).
 """
 
 from __future__ import annotations
