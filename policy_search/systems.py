@@ -119,7 +119,8 @@ def _searched(setting: Setting, lossless: bool = True) -> Policy:
 
 
 def _resident(setting: Setting, max_mini_batch_tokens=None, weights_device: float | None = None) -> Policy:
-    """Return ``resident`` with the weights that fit, in the mini-batches that are predicted to be fastest."""
+    """Return ``resident`` with as many weights on the device as fit. If no size of mini-batches is given, it has the
+    one that is predicted to be fastest."""
     if max_mini_batch_tokens is not None:
         return _placed(setting, presets.resident(max_mini_batch_tokens), weights_device)
     lengths, runs = (setting.batch, setting.prompt_tokens, setting.max_tokens), []
@@ -277,9 +278,9 @@ def _preset(
 ) -> Entry:
     """Return the entry of a preset.
 
-    Besides ``options``, it takes ``weights_device`` (resident share of the weights) and ``overlap`` (what copies and
-    computing do at a time). A preset with resident weights keeps as many twelfths of each layer as fit: an attention
-    matrix is a twelfth of an OPT layer, and FlexGen places whole matrices. ``place``: function that places the weights
+    Besides ``options``, it takes ``weights_device`` (resident share of the weights) and ``overlap`` (which copies run
+    during computation). A preset with resident weights keeps as many twelfths of each layer as fit: an attention matrix
+    is a twelfth of an OPT layer, and FlexGen places whole matrices. ``place``: function that places the weights
     (default: ``_placed``).
     """
 

@@ -200,7 +200,7 @@ def _predict_chunk(steps: CandidateSteps, walk: bool) -> dict:
 
 
 class _TemplateWalk:
-    """Walks the template run's tasks with the durations of the real runs; arrays [candidates]."""
+    """Walks the template run's tasks. Durations and times are arrays, with one element for each candidate."""
 
     def __init__(self, verbs: VerbSeconds, num_walked: int):
         steps = verbs.steps

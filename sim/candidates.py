@@ -45,7 +45,7 @@ from flexhybrid.core.workload import Workload
 from sim.template_run import most_mini_batches
 
 SAMPLES = 4  #: blocks of the context that are sampled in a stretch of the decode
-GROWTH = 0.25  #: most growth of the context within a stretch (natural logarithm): the limiting resource may change
+GROWTH = 0.25  #: a stretch ends before the context has grown by e**GROWTH, as the limiting resource may change
 MOST_STRETCHES = 5  #: cuts of the decode by growth; each has one stretch per cache entry
 
 
@@ -462,7 +462,7 @@ class CandidateSteps:
         else:
             spans = [(1, 15), (16, 16)] if self.dealing.keeps_ids else [(1, 16)]
         offsets = np.arange(SAMPLES)[:, None] * BLOCK_TOKENS + np.array(spans).T[:, None, :]
-        start, end = offsets.reshape(2, -1, 1)  # [samples, 1] from the block of the first token
+        start, end = offsets.reshape(2, -1, 1)  # [samples, 1], from the start of the first token's block
         before, span, num_samples = (ceil_blocks(first) - 1) * BLOCK_TOKENS, final - first + 1, len(start)
         few = final - before <= SAMPLES * BLOCK_TOKENS
         spread = np.floor(first + span * np.arange(num_samples + 1)[:, None] / num_samples)

@@ -125,7 +125,7 @@ def _refitted(line: Line, points: list[_Point]) -> Line:
 
 
 def with_waiting(hardware: Hardware, traces: Iterable[tuple[Policy, list[TraceEvent]]], last: int) -> Hardware:
-    """Return the machine with each limiting resource scaled by the waiting of its runs.
+    """Return the machine with the tasks of each limiting resource slowed by a factor, which stands for waiting.
 
     The factor is the median of measured / virtual decode seconds over the runs that the resource limits. ``last``: see
     ``virtual_clock.summarize``.

@@ -376,8 +376,8 @@ class _Walk:
         )
 
     def _shared(self, members: Wave, room: dict[str, int], chosen: np.ndarray, start: int) -> SharedBlocks:
-        """Return the shared blocks of the chosen intervals. Blocks that requests joining from iteration ``start`` on
-        compute are among its builds."""
+        """Return the shared blocks of the chosen intervals. The builds that are left are those of requests that join
+        in iteration ``start`` or later."""
         prefixes, counted = self.workload.prefixes, self.intervals.select(chosen)
         if prefixes is None:
             raise ValueError("requests share unknown blocks")

@@ -158,7 +158,7 @@ class VerbSeconds:
                 if verb == "load_weights" and steps.policy.weight_order == "kv_act_first":
                     phase.early_load_s[kind] = self._early_load_s(weights)
                     cut_s = np.where(phase.early_load_s[kind] > 0, overhead_s, 0.0)
-                evenly_s = np.where(num_bytes > 0, (layer_s - overhead_s) / count, 0.0)  # of each mini-batch
+                evenly_s = np.where(num_bytes > 0, (layer_s - overhead_s) / count, 0.0)  # seconds of each mini-batch
                 slices = num_slices(count, on_host[weights], steps.on_disk[weights]) / count
                 for last in (False, True):
                     key = verb, False, last, kind
@@ -184,7 +184,7 @@ class VerbSeconds:
         added to other tasks: those on h2d to the loads of streamed weights, the others to the prompt's attention.
         """
         steps, prefill, chunked = self.steps, self.phases[0], self.steps.num_chunks > 1
-        known = set(prefill.verbs)  # of a prefill without chunks
+        known = set(prefill.verbs)  # the verbs of a prefill without chunks
         for kind, (weights, window, *_) in enumerate(steps.kinds):
             shape = steps.problem.shape.of_weights(weights)
             seconds, moved = {}, {}

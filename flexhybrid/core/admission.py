@@ -290,8 +290,8 @@ def check_least(problem: Problem, policy: Policy) -> None:
 
 
 def check_smallest(problem: Problem) -> None:
-    """Raise InputError if the device budget is too small for one short request under every lossless policy. This check
-    comes before profiling, which would be useless."""
+    """Raise InputError if the device budget is too small for one short request under every lossless policy. Called
+    before profiling, which would then be of no use."""
     plans, request = [], Workload.uniform(1, SHORT_REQUEST_TOKENS, 1)
     streamed = Policy("auto", Placement(host=1), cache={"kv@host": 1.0}, states="host")
     for attention, hidden, schedule in product(("device", "host"), ("device", "host"), ("column", "row")):

@@ -119,7 +119,7 @@ def cache_folder() -> Path:
 
 
 def check_cache_folder() -> None:
-    """Raise InputError if profiles cannot be written, before they are measured."""
+    """Raise InputError if profiles cannot be written. Called before one is measured."""
     folder, why = cache_folder(), "it is not writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -319,7 +319,7 @@ class Hardware:
 
 
 def _of_alone(by_key: dict) -> dict:
-    """Return the items whose keys end in ALONE_SUFFIX, with keys without the suffix."""
+    """Return only the items whose keys end in ALONE_SUFFIX, and drop the suffix."""
     return {key.removesuffix(ALONE_SUFFIX): value for key, value in by_key.items() if key.endswith(ALONE_SUFFIX)}
 
 

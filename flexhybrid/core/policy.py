@@ -234,7 +234,7 @@ class Policy:
     max_mini_batch_tokens: int = 8192  #: most padded tokens of a mini-batch (CAPTURE: 8,192)
     max_batch: int | None = None  #: most requests that run together; None: no limit
     #: how requests are packed into mini-batches. balanced: by length, in even parts; fifo: in order of arrival;
-    #: balance: by CAPTURE's F_b
+    #: balance: by CAPTURE's algorithm, which keeps the imbalance F_b small
     packing: str = "balanced"
     selection: Selection = Selection()
     #: where decode steps attend. {"host": s, "device": 1 - s}: the host attends to the share s of ``kv@host``, and the

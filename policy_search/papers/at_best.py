@@ -36,7 +36,7 @@ def at_best(text: str, setting: Setting, free: bool, bits: Bits | None = None) -
     """Return a system and its run with the fastest batch and options.
 
     ``free``: the run has the system's batch, at most ``setting.batch``; otherwise it answers ``setting.batch`` requests
-    in waves. ``bits``: replaces the system's bits if its batches are tried together. Raise InputError if nothing fits.
+    in waves. ``bits``: replaces the bits of a system whose policy serves all batches. Raise InputError if nothing fits.
     """
     name, options = (text, {}) if text in TRIED else parse(text)
     if SYSTEMS[name].batches == "itself":

@@ -271,7 +271,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, first: int = 0):
         self.first, self.num_blocks = first, num_blocks
-        self.free: list[BlockSpan] = [BlockSpan(first, num_blocks)] if num_blocks else []  # sorted, not adjacent
+        self.free: list[BlockSpan] = [BlockSpan(first, num_blocks)] if num_blocks else []  # sorted, with gaps between
         self.held: dict[int, list[BlockSpan]] = {}  # request -> its runs, in the order of its blocks
         self.num_free = num_blocks
 

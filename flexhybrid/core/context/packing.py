@@ -59,8 +59,8 @@ def imbalance(kv_gen_s: float, load_kv_s: float) -> float:
 def _by_imbalance(kv: list[int], act: list[int], gen_s: float, load_s: float, bound: int) -> list[np.ndarray]:
     """Pack by CAPTURE's greedy algorithm as printed. ``gen_s``, ``load_s``: seconds per token.
 
-    In order of arrival, a request joins the mini-batch if it fits and F_b does not rise. Requests that do not join form
-    the next mini-batches.
+    Requests are taken in order of arrival. One joins the mini-batch if it fits and does not raise the mini-batch's
+    ``imbalance``. The requests that do not join form the next mini-batches.
     """
     groups, left = [], list(range(len(kv)))
     while left:

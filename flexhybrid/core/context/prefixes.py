@@ -18,7 +18,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockMana
 
 LEAST_BLOCKS = 2  #: least blocks that a request shares, because attention to them is a product of its own
 PATIENCE = 8  #: most requests that join before the first waiting one, to share blocks
-FEWEST = 2  #: least requests with the same block for which it is shared
+FEWEST_SHARERS = 2  #: a block is shared if at least this many known requests have it
 BLOCK_BYTES = BLOCK_TOKENS * np.dtype(np.int32).itemsize  #: bytes of a block's token ids
 
 #: Request -> token ids of its prompt; None: it shares nothing, because its prompt must be computed as a whole.
@@ -63,7 +63,7 @@ class PromptTree:
         """Return the leading blocks of a request's prompt that another known prompt also has, or that are kept."""
         path, known, resident, length = self.path(request), self._known, self.resident, 0
         for block in path:
-            if known[block] < FEWEST and block not in resident:
+            if known[block] < FEWEST_SHARERS and block not in resident:
                 break
             length += 1
         return path[:length] if length >= LEAST_BLOCKS else []
@@ -142,7 +142,7 @@ class SharedBlocks:
         self.piece_blocks = piece_blocks  # most blocks of a prompt that one step computes or stores
         self.depth = np.zeros(num_places, dtype=np.int64)  # number of leading blocks that each place shares
         self.stored_before = np.zeros(num_places, dtype=np.int64)  # part of ``depth`` that other requests have stored
-        self.table = np.zeros((num_places, 1), dtype=np.int64)  # [places, most], physical blocks of these
+        self.table = np.zeros((num_places, 1), dtype=np.int64)  # physical shared blocks, [places, largest depth]
         self.builds: list[Build] = []  # builds of the iteration that is planned
         self.num_tokens = 0  # prompt tokens that requests did not compute, or store, because others had
         # Mini-batch -> (key of its requests and their blocks in its latest step, the step's ``steps.Common``).

@@ -140,8 +140,8 @@ def partial_share(shape: ModelShape, selection: Selection) -> float:
 
 
 def whole_queries(shape: ModelShape, selection: Selection) -> bool:
-    """Return whether a speculative selection computes whole queries before it takes their columns. Rotary models must
-    rotate whole queries. If requests choose their own columns, they share all query weights."""
+    """Return whether speculation computes whole queries and then takes the chosen columns of them. Rotary models must
+    rotate whole queries; and if each request chooses its own columns, together they need all query weights."""
     return shape.rotary or selection.columns == "request"
 
 

@@ -138,7 +138,7 @@ def _lay_out(
     - the step;
     - (step, works) by kind of layers, under the policy's selection;
     - kind of weights -> (step, works) in layers that attend to all tokens;
-    - its form; with layer and slots it decides the forms of its positions.
+    - its form: a number. Positions in one layer and the same buffer slots have equal forms if their steps have.
     """
     steps, wave = [], batch.wave
     kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))

@@ -252,7 +252,7 @@ class Scheduler:
             have = np.stack([wave.num_blocks[pool.name][places] for pool in wave.pools], axis=1)
             return wave.own_blocks(places, context), have
 
-        if not np.greater(*blocks(running)).any():  # in most iterations
+        if not np.greater(*blocks(running)).any():  # in most iterations no request needs more blocks
             return running
         running = running[np.argsort(wave.joined[running], kind="stable")]  # the oldest first
         need, have = blocks(running)

@@ -123,7 +123,7 @@ class Templates:
         if "quantize" in works:
             yield "quantize", (qkv,), (staging,)
         ranks = (self.at.ranks(position),) if "rank" in works else ()
-        if ranks and step.prefill:  # chooses the rows that are kept, and stages them
+        if ranks and step.prefill:  # rank chooses the rows that are kept, and copies them to the staging buffer
             yield "rank", (qkv,), (*ranks, staging)
         if "speculate" in works and step.prefill and layer >= self.first_choosing:
             yield "speculate", (qkv, *ranks, *matrices), (cell("partial_keys", k, layer),)
