@@ -149,9 +149,7 @@ class BranchAndBound:
         """
         problem = self.problem
         policy = replace(resident(), **dict(problem.space.kept))
-        smallest = problem.candidates(
-            policy, np.array([float(min(batches))]), np.array([float(min(mini_batch_tokens))])
-        )
+        smallest = problem.candidates(policy, *np.array([[min(batches)], [min(mini_batch_tokens)]], dtype=float))
         if not problem.allows(policy) or not problem.effective_budgets.hold(peak_bytes(problem, smallest))[0]:
             return
         option, staying = Option.of(policy), list[EvaluatedPolicy]()
@@ -257,10 +255,8 @@ class BranchAndBound:
     def _structure_and_family(self, policy: RoundedPolicy) -> tuple[tuple, tuple]:
         """Return (structure, family) of a policy, which decide its waiting. Policies of a family may differ in bits and
         hidden states."""
-        problem, unplaced = self.problem, policy.unplaced
-        count, _ = num_mini_batches(
-            unplaced.batch, problem.prompt_tokens, problem.max_tokens, unplaced.mini_batch_tokens
-        )
+        lengths, unplaced = (self.problem.prompt_tokens, self.problem.max_tokens), policy.unplaced
+        count, _ = num_mini_batches(unplaced.batch, *lengths, unplaced.mini_batch_tokens)
         common = unplaced.entries, policy.tiers, min(int(count), ALIKE_MINI_BATCHES)
         return (unplaced.option, *common), (unplaced.option.schedule, unplaced.option.attention, *common)
 

@@ -119,10 +119,8 @@ def _with_cache(settings: SearchSettings, table: dict, whole: bool) -> SearchSet
     kept = {entry: share for entry, share in table.items() if share > 0}
     if not kept and not whole:
         space = settings.space
-        left = {
-            name: tuple(entry for entry in getattr(space, name) if entry not in table) for name in ("entries", "both")
-        }
-        return replace(settings, space=replace(space, **left))
+        entries, both = (tuple(e for e in allowed if e not in table) for allowed in (space.entries, space.both))
+        return replace(settings, space=replace(space, entries=entries, both=both))
     if not math.isclose(sum(kept.values()), 1.0, abs_tol=1e-6):
         said = ", ".join(f"{entry} {share:g}" for entry, share in kept.items())
         raise InputError(f"--keep cache: {said} add up to {sum(kept.values()):g}; say where all of the tokens are")

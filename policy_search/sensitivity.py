@@ -45,6 +45,7 @@ class Rate:
         return ("TFLOP/s", 1e12) if "flops" in self.peak else ("GB/s", 1e9)
 
 
+_HOST_LINES = "host_compute", "attend_host"
 #: Key of ``sim.datasheet.SHARES`` -> its rate. Published runs give these ranges: matrix products reach 0.33 of the peak
 #: on a T4 of 70 W (FlexGen's fit) and 0.81 on an RTX 4090 (CAPTURE's act_only rows). Streaming reads reach 0.91 there,
 #: decode attention with its copies 0.39. Links reach 0.76 to 0.88 (KVPR, CAPTURE, FlexGen). No published run shows the
@@ -55,9 +56,7 @@ RATES = {
     "memory": Rate("the device's memory", "memory_bytes_per_s", ("compute", "attend_prefill"), 0.65, 0.92),
     "attention_memory": Rate("the device's memory in attention", "memory_bytes_per_s", ("attend",), 0.35, 0.85),
     "link": Rate("the link", "link_bytes_per_s", ("h2d", "d2h"), 0.65, 0.88),
-    "host_memory": Rate(
-        "the host's memory in attention", "host_memory_bytes_per_s", ("host_compute", "attend_host"), 0.15, 0.85
-    ),
+    "host_memory": Rate("the host's memory in attention", "host_memory_bytes_per_s", _HOST_LINES, 0.15, 0.85),
     "host_flops": Rate("the host's cores in attention", "host_peak_flops", ("attend_host",), 0.1, 0.6),
 }
 

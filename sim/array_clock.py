@@ -303,9 +303,8 @@ class _TemplateWalk:
             moves_of.append(self._moves(1, inner.before_skip, self.skipped_inner, least, inner.rate_rounds))
         if outer.before_skip is not None and at_inner + 1 == inner.num_rounds and at_outer + 1 == outer.before_skip:
             least = least_s(phase, "outer", _rated_kinds(outer))
-            moves_of.append(
-                self._moves(inner.num_rounds, outer.before_skip, self.skipped_outer, least, outer.rate_rounds)
-            )
+            stride, rounds = inner.num_rounds, outer.before_skip
+            moves_of.append(self._moves(stride, rounds, self.skipped_outer, least, outer.rate_rounds))
         for moves in moves_of:
             for index, alias in self.tiny.moved_after.get(position, ()):
                 if ends[index] is not None:

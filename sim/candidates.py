@@ -416,10 +416,8 @@ class CandidateSteps:
                     continue
                 leading = 0.0
                 if entry in self.lines:
-                    point = split_point(
-                        self.lines[entry], batch, tokens[entry], self.num_mini_batches, prompt=self.prompt
-                    )
-                    leading = point / BLOCK_TOKENS
+                    at = self.lines[entry], batch, tokens[entry], self.num_mini_batches
+                    leading = split_point(*at, prompt=self.prompt) / BLOCK_TOKENS
                 for copy in stored_copies(entry):
                     count = held[entry]
                     if entry in self.lines:
@@ -516,9 +514,7 @@ def candidate_steps(problem: Problem, candidates: Candidates) -> tuple[Candidate
         **{entry: share for entry, share in cache.items() if np.any(share)},
     }
     size = np.broadcast_shapes(*map(np.shape, numbers.values())) or (1,)
-    flat = {
-        name: np.array(np.broadcast_to(value, size), dtype=np.float64).reshape(-1) for name, value in numbers.items()
-    }
+    flat = {name: np.broadcast_to(value, size).astype(np.float64).reshape(-1) for name, value in numbers.items()}
     shares = {entry: flat.pop(entry) for entry in cache if entry in flat}
     lines = {entry: split_lines(problem, policy, entry) for entry in shares if representation_of(entry) == "both"}
     return CandidateSteps(problem, policy, lines, **flat, shares=shares), size

@@ -143,10 +143,9 @@ def with_waiting(hardware: Hardware, traces: Iterable[tuple[Policy, list[TraceEv
 def in_words(hardware: Hardware) -> str:
     """Return in words what trials changed: the most changed lines, and the waiting of resources."""
     note = hardware.notes[TRIALS]
-    changed = [f"{name} takes {of:.2f}" for name, of in note["lines"].items() if abs(of - 1) > LEAST_REPORTED][
-        :MOST_REPORTED
-    ]
-    parts = [f"{', '.join(changed)} of the profile's time" if changed else "tasks take the profile's time"]
+    changed = [f"{name} takes {of:.2f}" for name, of in note["lines"].items() if abs(of - 1) > LEAST_REPORTED]
+    most = ", ".join(changed[:MOST_REPORTED])
+    parts = [f"{most} of the profile's time" if changed else "tasks take the profile's time"]
     parts += [
         f"a step limited by {resource} takes {of:.2f} of what its tasks explain"
         for resource, of in note["waiting"].items()

@@ -75,9 +75,7 @@ class Datasheet:
                 value = getattr(self, known.name)
                 unset = value is None and known.type is not float
                 check(where + known.name, value, unset or _positive(value), "a number above 0")
-        check(
-            f"{where}attends_in_place", self.attends_in_place, isinstance(self.attends_in_place, bool), "true or false"
-        )
+        check(where + "attends_in_place", self.attends_in_place, type(self.attends_in_place) is bool, "true or false")
         for name, known in (("shares", SHARES), ("overhead_us", OVERHEAD_US)):
             _check_table(where + name, getattr(self, name), known)
         for name, value in self.shares.items():
@@ -95,9 +93,7 @@ class Datasheet:
             raise unknown(f"{where}rates: kind", kind, KINDS)
         disk = [self.disk_memory, self.disk_read_gb_per_s, self.disk_write_gb_per_s]
         if any(disk) and not all(disk):
-            raise InputError(
-                f"{where}a disk has disk_memory, disk_read_gb_per_s and disk_write_gb_per_s, or none of them"
-            )
+            raise InputError(f"{where}a disk has disk_memory, disk_read_gb_per_s and disk_write_gb_per_s, or none")
         if bool(self.host_near_memory) != bool(self.host_far_share) or (self.host_far_share or 0) > 1:
             raise InputError(f"{where}two nodes have host_near_memory and host_far_share, a share of at most 1")
         object.__setattr__(self, "in_place_of", self.in_place_of or self.replaced())

@@ -231,9 +231,8 @@ def walk_queue(problem: Problem, policy: Policy, workload: Workload, at_most: in
         runs.append(_of_trace(trace, lengths, places.count))
         begun.append(sum(len(run.seconds) for run in runs[:-1]))
         left = left[wave.queue.waiting] if wave.queue else left[:0]
-    seconds, running, tokens = (
-        np.concatenate([getattr(run, name) for run in runs]) for name in ("seconds", "running", "tokens")
-    )
+    parts = zip(*((run.seconds, run.running, run.tokens) for run in runs), strict=True)
+    seconds, running, tokens = map(np.concatenate, parts)
     resources = dict.fromkeys(resource for run in runs for resource in run.busy)
     return QueueRun(
         seconds=seconds,
@@ -392,9 +391,8 @@ class _Walk:
             sharing.attach(place, path)
         sharing.take_builds(range(len(paths)))
         sharing.stored_before[:] = counted.found_tokens // BLOCK_TOKENS
-        for place in np.flatnonzero(
-            (counted.joined >= start) & (counted.found_tokens < counted.shared_tokens)
-        ).tolist():
+        computes = (counted.joined >= start) & (counted.found_tokens < counted.shared_tokens)
+        for place in np.flatnonzero(computes).tolist():
             first, last = int(counted.found_tokens[place]) // BLOCK_TOKENS, len(paths[place])
             pieces = enumerate(range(first, last, piece), start=first)
             sharing.builds += [Build(place, at, min(at + piece, last), level) for level, at in pieces]

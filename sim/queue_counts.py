@@ -175,9 +175,8 @@ class _Forecast:
         if len(places) == len(before) and not (joined == iteration).any():
             return
         pairs = zip(places.tolist(), joined.tolist(), strict=True)
-        now = {
-            place: before[place] if place in before and at < iteration else self._open(k, place) for place, at in pairs
-        }
+        stay = {place for place, at in pairs if place in before and at < iteration}
+        now = {place: before[place] if place in stay else self._open(k, place) for place in places.tolist()}
         for member in before.values():
             if now.get(member.place) is not member:
                 request, _, _, prompt, since, last, *tokens = member

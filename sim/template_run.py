@@ -202,9 +202,8 @@ def template_run(
         structure = replace(structure, weight_order="kv_first")  # the same order without ACT, and fewer template runs
     # Lay out the repeated iteration even if it is removed again: one layout serves every number of iterations.
     laid_out = num_decode if num_decode < first else first + 1
-    tasks, ends = lay_out(
-        structure, layers.kinds, mini_batches.num_rounds, laid_out, resident, on_disk, states, in_place
-    )
+    counts = mini_batches.num_rounds, laid_out
+    tasks, ends = lay_out(structure, layers.kinds, *counts, resident, on_disk, states, in_place)
     if num_decode != laid_out:
         bounds = first * positions, (first + 1) * positions
         tasks, ends = _repeated(tasks, ends, bounds, num_decode - laid_out)
@@ -238,9 +237,7 @@ def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop
         return awaited
 
     # Tasks before a loop's first position wait for nothing across its skip.
-    behind = [
-        any(position % length >= before * stride for before, stride, length in loops) for position in range(len(ends))
-    ]
+    behind = [any(n % length >= before * stride for before, stride, length in loops) for n in range(len(ends))]
     renamed = tuple(
         task._replace(waits=tuple(name_of(awaited, at[index]) for awaited in task.waits)) if behind[at[index]] else task
         for index, task in enumerate(tasks)

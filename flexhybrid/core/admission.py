@@ -262,10 +262,8 @@ def _most_that_fit(
         return high
     if not fitting(1):
         return 0
-    some = _last(
-        1, high, lambda count: fitting(fewest(count))
-    )  # the largest count with a fitting number of mini-batches
-    return _last(fewest(some), some + 1, fitting)
+    most = _last(1, high, lambda count: fitting(fewest(count)))  # the largest count whose number of mini-batches fits
+    return _last(fewest(most), most + 1, fitting)
 
 
 def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:

@@ -38,9 +38,8 @@ PACKING_BYTES = 6  #: workspace bytes of the quantizer for each of these element
 
 #: Most threads of attention on the host, by device. If the CPU is the device, its other cores compute.
 HOST_THREADS = {"cpu": 1, "cuda": 16}
-WIDENED_ELEMENTS = (
-    1 << 19
-)  #: 16-bit keys, and values, that a thread converts to float32 at a time: 4 MB, as caches hold
+#: 16-bit keys, and values, that a thread converts to float32 at a time: 4 MB, which a core's cache holds.
+WIDENED_ELEMENTS = 1 << 19
 
 #: Most partial results of CUDA's attention in place. A context that several programs share has one for each, a weighted
 #: value and two sums in float32, until they are added (``partial_elements``).

@@ -85,9 +85,8 @@ class Bits:
         def stored(bits, group: int = GROUP_ELEMENTS) -> float:
             return bytes_per_element if bits == _NATIVE_BITS else bits / 8 + 4 / group
 
-        return ElementBytes(
-            bytes_per_element, stored(self.weights), stored(self.kv, kv_group), stored(self.act, act_group)
-        )
+        kv, act = stored(self.kv, kv_group), stored(self.act, act_group)
+        return ElementBytes(bytes_per_element, stored(self.weights), kv, act)
 
 
 class ElementBytes(NamedTuple):

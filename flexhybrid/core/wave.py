@@ -246,9 +246,8 @@ def admit(
     selection = with_pool_share(problem.shape, policy.selection, problem.stored(policy.bits).kv, cached)
     policy = replace(policy, selection=selection)
     entries = BlockEntries(policy.cache)
-    split = {
-        entry: split_lines(problem, policy, entry) for entry in entries.names if representation_of(entry) == "both"
-    }
+    both = [entry for entry in entries.names if representation_of(entry) == "both"]
+    split = {entry: split_lines(problem, policy, entry) for entry in both}
     if mini_batches is None:
         mini_batches = packed(problem, policy, cached)
     if problem.shape.whole_prompts:

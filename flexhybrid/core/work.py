@@ -45,9 +45,8 @@ def project(shape: ModelShape, p: int, rows) -> Work:
     """Return the work of the norm and the query, key and value projections of new tokens."""
     width = shape.query_width + shape.kv_width
     weights = shape.modules.most("early", outside=True) if shape.modules else shape.hidden * width
-    return Work(
-        memory_bytes=(rows * (3 * shape.passed_width + width) + weights) * p, flops=2 * weights * rows, tokens=rows
-    )
+    moved = rows * (3 * shape.passed_width + width) + weights
+    return Work(memory_bytes=moved * p, flops=2 * weights * rows, tokens=rows)
 
 
 def move_state(state_bytes, batch, num_tensors) -> Work:
@@ -172,9 +171,8 @@ def load_weighed(shape: ModelShape, rows) -> Work:
 def merge_weighed(shape: ModelShape, rows) -> Work:
     """Return the work of merging the host's and the device's parts of attention's output: both are read and one is
     written, in float32."""
-    return Work(
-        memory_bytes=12 * rows * (shape.query_width + shape.num_heads), flops=8 * rows * shape.query_width, tokens=rows
-    )
+    width = shape.query_width
+    return Work(memory_bytes=12 * rows * (width + shape.num_heads), flops=8 * rows * width, tokens=rows)
 
 
 def rank(shape: ModelShape, batch, rows, columns) -> Work:

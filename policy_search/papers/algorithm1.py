@@ -200,12 +200,11 @@ def host_allocation(problem: Problem, act_gpu_blocks: int = 0) -> Allocation:
     if host_memory is None:
         raise InputError(f"hardware {hardware_of(problem).name} has no host memory on record: give host_memory")
     block_tokens = shape.num_layers * BLOCK_TOKENS
+    layouts = zip(shape.weights_counts, kind_layouts(shape, width), strict=True)
     return allocate(
         layer_times(problem),
         host_memory,
-        weight_bytes=sum(
-            n * of.total_bytes for n, of in zip(shape.weights_counts, kind_layouts(shape, width), strict=True)
-        ),
+        weight_bytes=sum(count * layout.total_bytes for count, layout in layouts),
         act_block_bytes=block_tokens * shape.act_token_bytes(width),
         kv_block_bytes=block_tokens * shape.kv_token_bytes(width),
         act_gpu_blocks=act_gpu_blocks,

@@ -20,15 +20,14 @@ class Host:
 
 _NVME = ("1TB", 7.0, 5.0)  #: a PCIe 4.0 x4 NVMe drive by its datasheet (7,000 and 5,000 MB/s, sequential)
 _DESKTOP = "two channels of DDR5-5600 (89.6 GB/s); 8 cores x 32 FP32 operations of AVX2 x 4 GHz"
+_WORKSTATION = "8 channels of DDR4-3200 (204.8 GB/s); 32 cores x 32 x 2.5 GHz"
 _SERVER = "{} socket of an EPYC 9354: 12 channels of DDR5-4800 (460.8 GB/s), 32 cores x 32 x 3.25 GHz"
 
 #: Name -> host. All numbers follow from standards and datasheets; a profile of the machine is more accurate.
 HOSTS = {
     "desktop-64g": Host("64GiB", 89.6, 1.02, _DESKTOP, _NVME),
     "desktop-128g": Host("128GiB", 89.6, 1.02, _DESKTOP, _NVME),
-    "workstation-256g": Host(
-        "256GiB", 204.8, 2.56, "8 channels of DDR4-3200 (204.8 GB/s); 32 cores x 32 x 2.5 GHz", _NVME
-    ),
+    "workstation-256g": Host("256GiB", 204.8, 2.56, _WORKSTATION, _NVME),
     "server-512g": Host("512GiB", 460.8, 3.33, _SERVER.format("one"), _NVME),
     "server-1t": Host("1TiB", 921.6, 6.66, _SERVER.format("two times one"), _NVME),
 }

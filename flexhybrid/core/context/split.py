@@ -158,9 +158,8 @@ def recomputed_tokens(problem: Problem, policy: Policy, requests: int, mini_batc
 def split_seconds(lines: SplitLines, batch, context, tokens, num_mini_batches: Count = 1):
     """Return the seconds of a mini-batch in a layer that the rule minimizes, if ``tokens`` of each request are
     recomputed. The layer's weights count 1 / ``num_mini_batches``."""
-    act, kv, gen = (
-        batch * x for x in (lines.load_act_s * tokens, lines.load_kv_s * (context - tokens), lines.gen_s * tokens)
-    )
+    act, gen = batch * (lines.load_act_s * tokens), batch * (lines.gen_s * tokens)
+    kv = batch * (lines.load_kv_s * (context - tokens))
     if lines.rule != "pipeline":
         return act + np.maximum(gen, kv)
     some = np.asarray(tokens) > 0

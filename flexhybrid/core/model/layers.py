@@ -58,9 +58,8 @@ class ModuleLayers:
     def most(self, part: str, outside: bool = False) -> int:
         """Return the most elements of a part of a layer: "vectors", or "early", "late" or "kv_gen" matrices.
         ``outside``: also count tensors outside the layer."""
-        return max(
-            sum(t.elements for t in kind if _belongs(t, part) and (outside or not t.outside)) for kind in self.kinds
-        )
+        kinds = ([t for t in kind if _belongs(t, part) and (outside or not t.outside)] for kind in self.kinds)
+        return max(sum(tensor.elements for tensor in tensors) for tensors in kinds)
 
     @property
     def multiplied(self) -> float:

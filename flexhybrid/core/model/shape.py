@@ -100,10 +100,8 @@ class ModelShape:
     @cached_property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """Return ``attention`` without windows that are as long as the longest sequence."""
-        narrow = (kind.window is not None and kind.window < self.max_context for kind in self.attention)
-        return tuple(
-            kind if keep else replace(kind, window=None) for kind, keep in zip(self.attention, narrow, strict=True)
-        )
+        longest = self.max_context
+        return tuple(kind if (kind.window or 0) < longest else replace(kind, window=None) for kind in self.attention)
 
     def attention_of(self, layer: int) -> AttentionKind:
         """Return the kind of attention of a layer."""
@@ -150,10 +148,8 @@ class ModelShape:
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer."""
         return tuple(
-            LayerKind(
-                self.weights_kind(layer), self.attention_of(layer).window, self.state_of(layer), self.borrows(layer)
-            )
-            for layer in range(self.num_layers)
+            LayerKind(self.weights_kind(n), self.attention_of(n).window, self.state_of(n), self.borrows(n))
+            for n in range(self.num_layers)
         )
 
     def weights_kind(self, layer: int) -> int:
@@ -577,10 +573,8 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     windowed += ["layer_types"] if config.get("use_sliding_window") and model_type in ("qwen2", "qwen3") else []
     for key in ("sliding_window", "layer_types", "attention_chunk_size", "text_config", "is_encoder_decoder"):
         value, positions = None if key in windowed else config.get(key), config.get("max_position_embeddings")
-        names = (
-            set(map(str, value)) if isinstance(value, list) and len(value) == config.get("num_hidden_layers") else None
-        )
-        whole = names is not None and names <= {"full_attention"}
+        named = isinstance(value, list) and len(value) == config.get("num_hidden_layers")
+        whole = named and set(map(str, value)) <= {"full_attention"}
         whole = value is False or whole and model_type not in ("mistral", "phi3")  # their layers all have windows
         if not (value is None or whole or is_number(value) and is_number(positions) and value >= positions):
             raise NotBuiltIn(f"{path}: {key} = {shown(value)} is not supported for {model_type}")

@@ -117,15 +117,11 @@ class AccessMap:
             self._pools[key] = self._pools_of(position, [ATTENDED_ENTRY], "kv", {ATTENDED_ENTRY} if on_host else set())
         return self._pools[key]
 
-    def _pools_of(
-        self, position: Position, entries: list[str], representation: str, common: set[str]
-    ) -> tuple[Access, ...]:
-        """Return the blocks in the pools of entries, and the shared blocks of those in ``common``."""
-        return tuple(
-            self.pool(position, entry, representation, shared)
-            for shared, of in ((False, entries), (True, [entry for entry in entries if entry in common]))
-            for entry in of
-        )
+    def _pools_of(self, position: Position, entries: list[str], kept: str, common: set[str]) -> tuple[Access, ...]:
+        """Return the blocks in the pools of entries, and the shared blocks of those in ``common``. ``kept``: the
+        representation, "kv" or "act"."""
+        own = [self.pool(position, entry, kept) for entry in entries]
+        return (*own, *(self.pool(position, entry, kept, shared=True) for entry in entries if entry in common))
 
     def pool(self, position: Position, entry: str, representation: str, shared: bool = False) -> Access:
         """Return the blocks of a mini-batch in one layer of a pool, or all ``shared`` blocks. A layer that borrows keys

@@ -314,10 +314,8 @@ def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
     """Return the reads of the steps of a mini-batch that may need the most memory in layers with this window. These are
     decode steps and chunks of a long prompt; one more step reads nothing."""
     entries, policy, workload = wave.entries, wave.policy, wave.workload
-    alike, count = np.unique(
-        np.stack([workload.prompt_tokens[group], workload.max_tokens[group]]), axis=1, return_counts=True
-    )
-    prompts, generated = alike
+    lengths = np.stack([workload.prompt_tokens[group], workload.max_tokens[group]])
+    (prompts, generated), count = np.unique(lengths, axis=1, return_counts=True)
     if window is not None and workload.cached_tokens[group].max() <= window:
         window = None  # the window holds every context
     if entries.tok_share or wave.split or window is not None:

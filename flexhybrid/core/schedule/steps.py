@@ -129,9 +129,7 @@ def block_runs(table: np.ndarray, counts: np.ndarray) -> tuple[BlockRun, ...]:
     length[order] = end - begin
     runs: list[list[int]] = []  # the fields of BlockRun
     latest = -1  # first block of the last run
-    for at, place, start, blocks in zip(
-        row.tolist(), column.tolist(), table[row, column].tolist(), length.tolist(), strict=True
-    ):
+    for at, place, start, blocks in np.stack([row, column, table[row, column], length], axis=1).tolist():
         step = start - latest
         latest = start
         if runs and step > 0:
@@ -195,9 +193,7 @@ class MiniBatchStep:
     most_kept: np.ndarray  #: [B], tokens of each request that the selection keeps
     segments: tuple[Segment, ...]
     stores: tuple[Store, ...]
-    on_host: tuple[
-        Segment, ...
-    ] = ()  #: segments of a decode step to which the host attends; ``segments`` has the others
+    on_host: tuple[Segment, ...] = ()  #: segments to which the host attends; ``segments`` has the others
     recomputed: np.ndarray | None = None  #: [B], leading tokens that are kept as token ids; None: none
     #: number of the step among the mini-batch's in this iteration. Chunks of the first prompts count from 0; in later
     #: iterations the decode is 0, and chunks of joining prompts count from 1
@@ -328,10 +324,8 @@ def make_step(
         requests=requests,
         context=context,
         new_tokens=new_tokens,
-        segments=tuple(segment for segment in segments if not (decodes and segment.entry == ATTENDED_ENTRY)),
-        on_host=tuple(
-            segment for segment in segments if decodes and segment.entry == ATTENDED_ENTRY and segment.max_tokens
-        ),
+        segments=tuple(s for s in segments if not (decodes and s.entry == ATTENDED_ENTRY)),
+        on_host=tuple(s for s in segments if decodes and s.entry == ATTENDED_ENTRY and s.max_tokens),
         stores=stores,
         recomputed=recomputed,
         chunk=chunk,
