@@ -137,8 +137,7 @@ class BranchAndBound:
                 sizes = batches[np.log2(batches) % 1 == 0] if len(batches) > 1 else batches
             else:
                 sizes = np.array([min(policy.max_batch, batches.max())])
-            tokens = mini_batch_tokens or policy.max_mini_batch_tokens
-            policy = replace(policy, max_mini_batch_tokens=tokens)
+            policy = replace(policy, max_mini_batch_tokens=mini_batch_tokens or policy.max_mini_batch_tokens)
             self.take(self.evaluator.evaluate_policy(policy, sizes, self.seconds))
 
     def favour_resident(self, batches: np.ndarray, mini_batch_tokens, margin: float) -> None:
@@ -292,8 +291,7 @@ class BranchAndBound:
 
     def _ranked(self) -> list[UnplacedPolicy]:
         """Return the evaluated policies except seeds, the fastest first."""
-        ranked = sorted(self.evaluated, key=_seconds)
-        return [policy.unplaced for policy in ranked if policy.unplaced]
+        return [policy.unplaced for policy in sorted(self.evaluated, key=_seconds) if policy.unplaced]
 
     def exchange(self) -> None:
         """Move blocks between the entries of the best policies, and try both(…) entries, while they get faster by more

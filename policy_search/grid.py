@@ -175,8 +175,7 @@ class ChoiceGrid:
         batch, tokens = np.repeat([self.batch, self.mini_batch_tokens], 3, axis=1)
         policy = Policy(weights=Placement(host=1.0), cache={"kv@device": 1.0})
         device = np.tile([0.0, 0.5, 1.0], len(self.batch))
-        candidates = problem.candidates(policy, batch, tokens, weights_device=device)
-        peak = peak_bytes(problem, candidates)["device"]
+        peak = peak_bytes(problem, problem.candidates(policy, batch, tokens, weights_device=device))["device"]
         streamed, half, resident = peak.reshape(-1, 3).T
         rounded_row = 1e-3 * problem.shape.layer_bytes(problem.bytes_per_element)
         return np.maximum(0.0, half - (streamed + resident) / 2) + rounded_row

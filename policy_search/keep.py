@@ -84,9 +84,7 @@ def _with_field(settings: SearchSettings, field: str, text: str) -> SearchSettin
         return replace(settings, space=replace(space, both=both, kept=(*space.kept, (field, value))))
     if field in ("max_mini_batch_tokens", "max_batch"):
         Policy(**{field: value})
-        if field == "max_batch":
-            return replace(settings, batch=value)
-        return replace(settings, mini_batch_tokens=(value,))
+        return replace(settings, batch=value) if field == "max_batch" else replace(settings, mini_batch_tokens=(value,))
     raise unknown("field of --keep", field, [*FIELDS, "weights.device", "cache.act@host"])
 
 
@@ -103,8 +101,7 @@ def _with_weights(settings: SearchSettings, table: dict, whole: bool) -> SearchS
     if whole or sum(table.values()) == 1:
         table = dict.fromkeys(TIERS, 0.0) | table
     if len(table) == 2:
-        rest = next(tier for tier in TIERS if tier not in table)
-        table[rest] = 1.0 - sum(table.values())
+        table[next(tier for tier in TIERS if tier not in table)] = 1.0 - sum(table.values())
     if len(table) == 3:
         _placement("weights", table)
     elif "host" in table:

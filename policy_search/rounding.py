@@ -184,8 +184,7 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
 
     def peaks(device, disk) -> dict[str, np.ndarray]:
         device, disk = np.broadcast_to(device, size), np.broadcast_to(disk, size)
-        placed = replace(candidates, weights_device=device, weights_disk=disk)
-        return peak_bytes(problem, placed)
+        return peak_bytes(problem, replace(candidates, weights_device=device, weights_disk=disk))
 
     most = 1.0 - (problem.weights_disk or 0.0)  # share of the weights that is not on the disk
     if problem.weights_device is not None:

@@ -90,8 +90,7 @@ class SearchSettings:
         batch, tokens = self.batch, self.mini_batch_tokens
         if self.objective not in OBJECTIVES:
             raise unknown("objective", self.objective, OBJECTIVES)
-        shares = {"weights_device": self.weights_device, "weights_disk": self.weights_disk}
-        for name, share in shares.items():
+        for name, share in {"weights_device": self.weights_device, "weights_disk": self.weights_disk}.items():
             check(name, share, share is None or 0 <= share <= 1, "a share, from 0 to 1")
         if (batch is not None and batch < 1) or self.max_batch < 1:
             raise InputError("a batch has at least one request")
@@ -288,8 +287,7 @@ def _kind(policy: Policy) -> tuple:
 
 
 def _predicted(problem: SearchProblem, policy: Policy, batch: int) -> Prediction:
-    candidates = problem.candidates(policy, np.array([float(batch)]))
-    return predict(problem, candidates)
+    return predict(problem, problem.candidates(policy, np.array([float(batch)])))
 
 
 def _with_selection(result: SearchResult, selection: Selection, settings: SearchSettings) -> SearchResult:

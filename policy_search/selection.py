@@ -59,8 +59,7 @@ def best_under_selection(
     def predicted(members: np.ndarray, walk: bool) -> Prediction:
         cache = {"kv@host": 1.0 - act[members]} | ({"act@host": act[members]} if mixes else {})
         shares = {"cache": cache, "weights_device": device[members], "weights_disk": np.zeros(len(members))}
-        candidates = problem.candidates(policy, batch[members], tokens[members], **shares)
-        return predict(problem, candidates, walk=walk)
+        return predict(problem, problem.candidates(policy, batch[members], tokens[members], **shares), walk=walk)
 
     bounded = predicted(np.arange(len(pair)), False)
     fits = problem.effective_budgets.hold(bounded.peak_bytes)

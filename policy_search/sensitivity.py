@@ -162,8 +162,7 @@ def _seconds(problem: SearchProblem, policy: Policy, batch: int) -> float:
 
 def _loses(problem: SearchProblem, result: SearchResult, other: EvaluatedPolicy) -> float:
     """Return the relative slowdown of the choice against another policy on the problem's machine."""
-    own = _seconds(problem, result.policy, result.batch)
-    return own / _seconds(problem, other.policy, other.batch) - 1.0
+    return _seconds(problem, result.policy, result.batch) / _seconds(problem, other.policy, other.batch) - 1.0
 
 
 def _best_of(

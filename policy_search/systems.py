@@ -157,8 +157,7 @@ def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
     budget = setting.problem.effective_budgets.device
     if budget is None or float(setting.device_peak_bytes(policy)[0]) <= budget:
         return System("uvm", replace(policy, name="uvm"), hardware)
-    line = hardware.line("load_weights", "h2d")
-    paged = replace(line, s_per_byte=1e-9 / fault_gb_per_s, samples=(), r2=None)
+    paged = replace(hardware.line("load_weights", "h2d"), s_per_byte=1e-9 / fault_gb_per_s, samples=(), r2=None)
     lines = {**hardware.lines, **{verb: paged for verb in ("load_weights", "load_kv", "store_kv")}}
     migrating = replace(presets.offloaded(), name="uvm", weights=Placement(host=1.0))
     return System("uvm", migrating, replace(hardware, lines=lines))

@@ -68,7 +68,6 @@ def with_mean(workload: Workload, mean: float) -> Workload:
     low, high = 1.0, 64.0 * float(limits.max())
     for _ in range(40):  # bisect the mean before the limits apply
         middle = (low * high) ** 0.5
-        observed = ObservedAnswers(int(limits.max()), middle)
-        answers = observed.expected(limits)
+        answers = ObservedAnswers(int(limits.max()), middle).expected(limits)
         low, high = (middle, high) if answers.mean() < mean else (low, middle)
     return replace(workload, answer_tokens=answers)

@@ -16,14 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import (
-    BLOCK_TOKENS,
-    Dealing,
-    ceil_blocks,
-    deal_blocks,
-    most_dealt,
-    window_blocks,
-)
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, Dealing, ceil_blocks, deal_blocks, most_dealt, window_blocks
 from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, takes_prompts_whole
 from flexhybrid.core.context.selection import (
@@ -294,8 +287,7 @@ class CandidateSteps:
     def _selection(self) -> Selection:
         """Return the selection; a limit in bytes is replaced by a share, as ``_pool_tokens`` applies the limit."""
         selection = self.policy.selection
-        limited = selection.pool_bytes is not None
-        return replace(selection, pool=ALMOST_ALL, pool_bytes=None) if limited else selection
+        return replace(selection, pool=ALMOST_ALL, pool_bytes=None) if selection.pool_bytes is not None else selection
 
     @cached_property
     def _pool_tokens(self):

@@ -203,8 +203,7 @@ def price_queue(
     """
     places = places or batch_size(problem, policy, workload, at_most)
     few, times = _thinned(workload, places.count, MOST_COUNTED if walked_tasks >= WALKED_TASKS else ROUGH_COUNTED)
-    wave = open_batch(problem, policy, few, places)
-    return _Price(wave, few, times).run(walked_tasks)
+    return _Price(open_batch(problem, policy, few, places), few, times).run(walked_tasks)
 
 
 def least_seconds(problem: Problem, policy: Policy, workload: Workload, at_a_time: int) -> float:

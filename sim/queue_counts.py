@@ -49,8 +49,7 @@ class RunIntervals:
         """Return the sum of ``weights`` (default: 1 each) over the requests that run in each iteration."""
         weights = np.ones(len(self.request)) if weights is None else weights
         size = self.num_iterations + 1
-        change = np.bincount(self.joined, weights, size) - np.bincount(self.left, weights, size)
-        return np.cumsum(change)[:-1]
+        return np.cumsum(np.bincount(self.joined, weights, size) - np.bincount(self.left, weights, size))[:-1]
 
     def joining(self, weights: np.ndarray) -> np.ndarray:
         """Return the sum of ``weights`` over the requests that join in each iteration."""

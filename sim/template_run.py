@@ -99,8 +99,7 @@ def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
     ``entries``: names of its cache entries."""
     selection = policy.selection
     if selection.method == "speculative":
-        counted = counts_uses(selection)
-        pool, victim = (0.5, "lru") if counted else (1.0, "fifo")
+        pool, victim = (0.5, "lru") if counts_uses(selection) else (1.0, "fifo")
         selection = replace(
             selection,
             alpha=4.0,

@@ -137,8 +137,7 @@ class VerbSeconds:
         seconds = self._price(verb, resource, work)
         if share is None:
             return seconds, None
-        without = self._price(verb, resource, empty)
-        return np.where(share > 0, seconds - (1.0 - share) * without, 0.0), share > 0
+        return np.where(share > 0, seconds - (1.0 - share) * self._price(verb, resource, empty), 0.0), share > 0
 
     def _add_weights(self, phase: _Phase) -> None:
         """Add the loads of streamed weights: a whole layer in the row schedule, slices in the column schedule."""
@@ -193,8 +192,7 @@ class VerbSeconds:
                 for verb, work in works.items():
                     if VERBS[verb].per == "iteration" and verb != "embed":
                         continue
-                    task_s = self._price(verb, RESOURCE_OF[verb], work)
-                    seconds[verb] = seconds.get(verb, 0.0) + count * task_s
+                    seconds[verb] = seconds.get(verb, 0.0) + count * self._price(verb, RESOURCE_OF[verb], work)
                     if VERBS[verb].cargo:
                         moved[verb] = moved.get(verb, 0.0) + count * work.link_bytes
             for table, values in ((prefill.seconds, seconds), (prefill.link_bytes, moved)):
@@ -395,9 +393,7 @@ def _present_share(verb: str, counts: StepCounts):
         of_copies = counts.stored if needs == "rows" else counts.copies
         copies = (n for c, n in of_copies.items() if c.representation in representations and c.tier in tiers)
         share = (sum(copies) if needs == "rows" else longest(*copies)) / counts.batch
-    if share is None or np.all(share >= 1):
-        return None
-    return np.minimum(1.0, share)
+    return None if share is None or np.all(share >= 1) else np.minimum(1.0, share)
 
 
 def longest(*values):

@@ -129,9 +129,8 @@ def _packed(
     entries, cached = BlockEntries(policy.cache), workload.cached_tokens[:count]
     room, paths = {}, []
     if tree and may_share(policy, problem.shape):
-        exact = stores_exactly(policy)
         # A chunk attends to stored blocks. So a prompt in several chunks shares nothing unless blocks are exact.
-        tree.longest = math.inf if exact else chunk_tokens(policy.max_mini_batch_tokens)
+        tree.longest = math.inf if stores_exactly(policy) else chunk_tokens(policy.max_mini_batch_tokens)
         room, paths = _shared_room(tree, entries, count, workload.num_requests)
     if not room:
         return packed(problem, policy, cached), room, paths
@@ -243,8 +242,7 @@ def _most_that_fit(
     """
     high = min(at_most or workload.num_requests, policy.max_batch or workload.num_requests, workload.num_requests)
     if policy.selection.pool_bytes is not None:
-        stored = problem.stored(policy.bits).kv
-        high = min(high, pool_blocks(problem.shape, policy.selection, stored))
+        high = min(high, pool_blocks(problem.shape, policy.selection, problem.stored(policy.bits).kv))
 
     @cache
     def fitting(count: int) -> bool:

@@ -103,8 +103,7 @@ def task_seconds(line: Line, resource: str, work: Work):
     d2h_both are measured, but stores are few) or because of a busy memory (profile under load), caches that stay warm
     between tasks, and the time to enqueue a task.
     """
-    seconds = line.at(work.flops, work.link_bytes if resource in LINKS else work.memory_bytes)
-    return seconds + CALL_S * work.calls
+    return line.at(work.flops, work.link_bytes if resource in LINKS else work.memory_bytes) + CALL_S * work.calls
 
 
 @dataclass(frozen=True)
@@ -293,8 +292,7 @@ class Hardware:
         for key in self.lines:
             if not is_of_disk(key) or key.endswith("_unpaced"):
                 continue
-            resource = resource_of_line(key)
-            own = self.lines.get(f"{resource}_unpaced", self.lines[key])
+            own = self.lines.get(f"{resource_of_line(key)}_unpaced", self.lines[key])
             byte_s = 0.0 if gb_per_s is None else 1e-9 / gb_per_s
             lines[key] = replace(own, s_per_byte=byte_s, samples=()) if byte_s > own.s_per_byte else own
         return replace(self, lines=lines, notes={**self.notes, "disk_gb_per_s": gb_per_s})

@@ -284,8 +284,7 @@ def _selection_parts(
     query_weights = 0
     if speculative:
         query_weights = choosing * partial_query_bytes(problem, policy, columns, sizes.column_sets, resident)
-    limited = speculative and limits_cache(selection)
-    counted = limited and selection.victim != "fifo"
+    counted = speculative and limits_cache(selection) and selection.victim != "fifo"
     indices = 4 * index_cells(shape, policy, sizes.index_rows) if choosing else 0
     gathered = sum(rows * row[representation] for representation, rows in sizes.selected_rows.items())
     return {

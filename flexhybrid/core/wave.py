@@ -13,13 +13,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockMana
 from flexhybrid.core.context.cache_entries import Pool, representation_of
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks, packed
 from flexhybrid.core.context.prefixes import SharedBlocks
-from flexhybrid.core.context.selection import (
-    kept_tokens,
-    layers_by_window,
-    limits_cache,
-    num_keeping,
-    with_pool_share,
-)
+from flexhybrid.core.context.selection import kept_tokens, layers_by_window, limits_cache, num_keeping, with_pool_share
 from flexhybrid.core.context.split import SplitLines, split_lines
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import PlacedLayer, placed_layers

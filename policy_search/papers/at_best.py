@@ -85,8 +85,7 @@ def best_batch(make: Callable[[Setting], System], setting: Setting, free: bool =
         around = {best - best // part, best, best + (best if part == 2 else best // part)}
         best = max(sorted(size for size in around if 1 <= size <= most), key=rate)
     made = make(replace(setting, batch=best))
-    made = replace(made, policy=replace(made.policy, max_batch=best))
-    return _run(made, setting, free)
+    return _run(replace(made, policy=replace(made.policy, max_batch=best)), setting, free)
 
 
 def _run(made: System, setting: Setting, free: bool) -> tuple[System, SimulatedRun]:

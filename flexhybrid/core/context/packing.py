@@ -69,8 +69,7 @@ def _by_imbalance(kv: list[int], act: list[int], gen_s: float, load_s: float, bo
         for request in left[1:]:
             wider = max(widest[0], kv[request]), max(widest[1], act[request])
             more = sums[0] + gen_s * act[request], sums[1] + load_s * kv[request]
-            fits = _padded(len(group) + 1, *wider) <= bound
-            if fits and imbalance(*more) <= imbalance(*sums) * (1 + 1e-12):
+            if _padded(len(group) + 1, *wider) <= bound and imbalance(*more) <= imbalance(*sums) * (1 + 1e-12):
                 group.append(request)
                 widest, sums = wider, more
             else:
@@ -81,10 +80,7 @@ def _by_imbalance(kv: list[int], act: list[int], gen_s: float, load_s: float, bo
 
 
 def pack(
-    tokens: np.ndarray,
-    entries: BlockEntries,
-    max_mini_batch_tokens: int,
-    packing: str = "balanced",
+    tokens: np.ndarray, entries: BlockEntries, max_mini_batch_tokens: int, packing: str = "balanced"
 ) -> list[np.ndarray]:
     """Return mini-batches, arrays of request indices, with at most ``max_mini_batch_tokens`` padded tokens.
 

@@ -193,8 +193,7 @@ def with_pool_share(shape: ModelShape, selection: Selection, element_bytes: floa
         return replace(selection, pool=share, pool_bytes=None)
 
     def fits(share: float) -> bool:
-        kept = kept_tokens(limited(share), cached, cached, cached)
-        return ceil_blocks(kept).sum() <= blocks
+        return ceil_blocks(kept_tokens(limited(share), cached, cached, cached)).sum() <= blocks
 
     low, high = 0.0, ALMOST_ALL
     if fits(high):
@@ -216,6 +215,5 @@ def kept_tokens(selection: Selection, prompt, context, cached):
     if not limits_cache(selection):
         return context
     share, tokens = (selection.budget, prompt) if selection.method == "heavy_hitter" else (selection.pool, cached)
-    limit = _given(share) * np.asarray(tokens)
-    budget = np.ceil(limit / BLOCK_TOKENS) * BLOCK_TOKENS
+    budget = np.ceil(_given(share) * np.asarray(tokens) / BLOCK_TOKENS) * BLOCK_TOKENS
     return np.minimum(context, np.maximum(budget, BLOCK_TOKENS).astype(np.asarray(context).dtype))

@@ -230,8 +230,7 @@ class Scheduler:
 
     def _sampled(self, place: int, iteration: int) -> int:
         """Return the answer tokens of the request in a place, with those from before a preemption."""
-        given = self.queue.given.get(int(self.wave.request[place]), 0)
-        return given + iteration - int(self.wave.joined[place])
+        return self.queue.given.get(int(self.wave.request[place]), 0) + iteration - int(self.wave.joined[place])
 
     def _forget(self, request: int, iteration: int) -> None:
         """Remove a request that has ended, and report it to the queue."""

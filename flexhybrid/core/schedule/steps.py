@@ -466,8 +466,7 @@ def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
         fresh = within >= (new_tokens - kept)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
     if wave.entries.tok_share or window and width > 1:  # skip tokens kept as ids, or outside every later window
-        first = wave.entries.first_stored(context + new_tokens, window)
-        fresh = positions >= first[batch_row]
+        fresh = positions >= wave.entries.first_stored(context + new_tokens, window)[batch_row]
         if wave.sharing is not None:  # but store shared blocks, which other requests read
             fresh |= positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
