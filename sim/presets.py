@@ -69,8 +69,8 @@ def ideal() -> Policy:
 
 
 def deepspeed(bits: int | None = None, cache: str = "device") -> Policy:
-    """DeepSpeed ZeRO-Inference: one batch, layer after layer, weights streamed, keys and values on the device.
-    ``bits``: bits of a weight (default: native). ``cache`` "host": keys and values, and attention, on the host."""
+    """Run one batch, layer after layer, with streamed weights, as DeepSpeed ZeRO-Inference does. ``bits``: bits of a
+    weight (default: native). ``cache``: tier that keeps keys and values and attends to them."""
     return Policy(
         "deepspeed", cache={f"kv@{cache}": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
         packing="fifo", weight_order="natural", attention=cache, bits=Bits(weights=bits or "native"),
@@ -78,9 +78,9 @@ def deepspeed(bits: int | None = None, cache: str = "device") -> Policy:
 
 
 def accelerate(cache: str = "host") -> Policy:
-    """Hugging Face Accelerate with an offloaded static cache, without overlap (KVPR section 4.1). Weights are resident;
-    each layer copies its whole reserved cache. ``cache`` "device": the cache is not copied; used with offloaded
-    weights, as FlexGen's baseline."""
+    """Run one batch without overlap, with resident weights and an offloaded static cache, as Hugging Face Accelerate
+    does (KVPR section 4.1). Each layer copies its whole reserved cache. With ``cache`` "device" nothing is copied;
+    FlexGen's baseline has this cache, and offloaded weights."""
     return Policy(
         "accelerate", _RESIDENT, cache={f"kv@{cache}": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
         packing="fifo", static_cache=True, overlap="none",
@@ -98,9 +98,9 @@ def token_recompute(ratio: float, max_mini_batch_tokens: int = 8192) -> Policy:
 
 
 def kvpr_row(split: str = "paper", act: str = "host") -> Policy:
-    """KVPR for latency: weights resident, one batch. ``act``: tier of the layer inputs; the paper's text says the
-    device, its memory figures the host. ``split``: see ``Policy.split``. ``policy_search.systems`` drops the layer
-    inputs if recomputing is never faster."""
+    """Run KVPR for latency: one batch, with resident weights. ``act``: tier of the layer inputs; the paper's text says
+    the device, and its memory figures say the host. ``split``: see ``Policy.split``. ``policy_search.systems`` drops
+    the layer inputs if recomputing is never faster."""
     return Policy(
         f"kvpr_row({split})", _RESIDENT, cache={f"both(kv@host,act@{act})": 1.0}, schedule="row",
         max_mini_batch_tokens=WHOLE_BATCH, packing="fifo", split=split,
@@ -108,8 +108,8 @@ def kvpr_row(split: str = "paper", act: str = "host") -> Policy:
 
 
 def kvpr_column(split: str = "paper", hiding: bool = True, max_mini_batch_tokens: int = 8192) -> Policy:
-    """KVPR for throughput: weights streamed, several mini-batches. ``hiding``: load W_K and W_V first, then the layer
-    inputs, so that recomputation starts before the other weights arrive (KVPR section 3.3). ``split``: see
+    """Run KVPR for throughput: several mini-batches, with streamed weights. ``hiding``: load W_K and W_V first, then
+    the layer inputs, so that recomputation starts before the other weights arrive (KVPR section 3.3). ``split``: see
     ``Policy.split``."""
     return Policy(
         f"kvpr_column({split})", cache={"both(kv@host,act@host)": 1.0},
@@ -119,7 +119,7 @@ def kvpr_column(split: str = "paper", hiding: bool = True, max_mini_batch_tokens
 
 
 def offloaded(max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
-    """FlexGen as InfiniGen runs it: only the cache is off the device; by default tasks run one after another."""
+    """Keep only the cache off the device, as InfiniGen runs FlexGen. By default, tasks run one after another."""
     return Policy(
         "offloaded", _RESIDENT, cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo",
         weight_order="natural", overlap=overlap,
@@ -127,7 +127,7 @@ def offloaded(max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none
 
 
 def int4(max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
-    """FlexGen's cache of keys and values in 4 bits, by groups; weights keep their native bits."""
+    """Keep keys and values in 4 bits, by groups, as FlexGen does. Weights keep their native bits."""
     return replace(offloaded(max_mini_batch_tokens, overlap), name="int4", bits=Bits(kv=4))
 
 
@@ -143,9 +143,9 @@ def h2o(
     cache: str = "host",
     **places: str,
 ) -> Policy:
-    """H2O: keep heavy hitters and the latest tokens, a fixed share of the prompt, in the tier ``cache``. The first
-    ``whole_layers`` keep all tokens, as layers 0 and 1 do in the authors' code. ``places``: tiers of
-    ``Policy.attention`` and ``Policy.hidden``."""
+    """Keep only heavy hitters and the latest tokens in the tier ``cache``, as H2O does: together the share ``budget``
+    of the prompt. The first ``whole_layers`` keep all tokens, as layers 0 and 1 do in the authors' code. ``places``:
+    tiers of ``Policy.attention`` and ``Policy.hidden``."""
     name = f"h2o({_share(budget, 'h2o: the budget'):g})"
     selection = Selection("heavy_hitter", budget=budget, whole_layers=whole_layers)
     policy = replace(offloaded(max_mini_batch_tokens, "full"), name=name, selection=selection)
@@ -162,7 +162,7 @@ def infinigen(
     max_mini_batch_tokens: int = WHOLE_BATCH,
     **fields: Any,
 ) -> Policy:
-    """InfiniGen: predict a layer's important tokens one layer ahead and load only these; partial keys on the device.
+    """Predict each layer's important tokens one layer ahead and load only these, as InfiniGen does.
 
     ``expected``: measured share of loaded tokens, if known. ``pool``: share of the cache that is kept; a number above 1
     or a text such as "20GiB" is the bytes of all requests of a wave. ``fields``: ``whole_layers`` and ``columns`` of
@@ -185,7 +185,7 @@ def infinigen(
 
 
 def neo(host: float = 0.5, max_mini_batch_tokens: int = 8192) -> Policy:
-    """NEO (arXiv 2411.01142): host and device attend to their parts of the cache at the same time.
+    """Let host and device attend to their parts of the cache at the same time, as NEO does (arXiv 2411.01142).
 
     NEO divides the cache by request; here each request has the share ``host`` of its tokens on the host. Raise
     InputError for a share outside 0..1.
@@ -196,7 +196,8 @@ def neo(host: float = 0.5, max_mini_batch_tokens: int = 8192) -> Policy:
 
 
 def fastdecode(max_mini_batch_tokens: int = 8192) -> Policy:
-    """FastDecode: cache and attention on the host. ``Implementation.sharers`` is the number of GPUs of the host."""
+    """Keep the cache on the host and attend there, as FastDecode does. ``Implementation.sharers`` is the number of GPUs
+    that share the host."""
     return Policy(
         "fastdecode", _RESIDENT, cache={"kv@host": 1.0}, attention="host", packing="fifo",
         max_mini_batch_tokens=max_mini_batch_tokens,

@@ -32,7 +32,7 @@ class LaneTimes:
     hand_over_s: float = 0.0  #: idle time in which a planned task could have started
     busy_s: float = 0.0  #: from the tasks' starts to their ends
     cpu_s: float = 0.0  #: part of ``busy_s`` on a processor
-    paced_s: float = 0.0  #: part of ``busy_s`` asleep, to imitate the rate of a link or a disk
+    paced_s: float = 0.0  #: part of ``busy_s`` that was slept, to imitate the rate of a link or a disk
     queued_s: float | None = None  #: time, also between tasks, in which the thread was ready but no processor was free
     wake_ups: int | None = None  #: number of times that the thread slept
     preemptions: int | None = None  #: number of times that another thread took its processor
