@@ -145,8 +145,8 @@ def allocate(
 def share_for_batch(times: LayerTimes, total_blocks: int, balance: str, act_gpu_blocks: int = 0) -> Allocation:
     """Run Algorithm 1 for the ``total_blocks`` of a batch's context, if the memory has room for more.
 
-    ``times``: those of this batch. In the full balance, ACT blocks may slow both link and compute; then an end of the
-    range is taken if its layer, max(T_PCIe, T_Computation), is faster.
+    ``times``: layer times of this batch. In the full balance, ACT blocks may slow both link and compute. Then an end of
+    the range is taken if its layer, max(T_PCIe, T_Computation), is faster.
     """
     check_balance(balance)
 

@@ -1,4 +1,4 @@
-"""Pack requests into mini-batches of limited size: by length, by arrival, or by CAPTURE's F_b.
+"""Pack requests into mini-batches of limited size: by length, by arrival, or by CAPTURE's balance, F_b.
 
 CAPTURE (Sec. IV.B, eq. 6 and 7) forms mini-batches by F_b = max(T_kv_gen / T_load_kv, T_load_kv / T_kv_gen). If
 requests keep the pools' ratio (eq. 5), F_b is equal for all groupings, except for rounding to blocks. So F_b decides
@@ -57,7 +57,7 @@ def imbalance(kv_gen_s: float, load_kv_s: float) -> float:
 
 
 def _by_imbalance(kv: list[int], act: list[int], gen_s: float, load_s: float, bound: int) -> list[np.ndarray]:
-    """Pack by CAPTURE's greedy algorithm as printed. ``gen_s``, ``load_s``: seconds per token.
+    """Pack by CAPTURE's greedy algorithm, as the paper prints it. ``gen_s``, ``load_s``: seconds per token.
 
     Requests are taken in order of arrival. One joins the mini-batch if it fits and does not raise the mini-batch's
     ``imbalance``. The requests that do not join form the next mini-batches.

@@ -1,7 +1,8 @@
 """The order of a wave's positions. A position is a mini-batch in a layer.
 
-Column schedule: all mini-batches pass a layer, then the next layer. Row schedule: a mini-batch passes all layers, then
-the next mini-batch. Both are sequences of layer groups: positions that share a layer's streamed weights.
+In the column schedule, all mini-batches pass a layer before the next layer. In the row schedule, a mini-batch passes
+all layers before the next mini-batch. Both are sequences of layer groups: positions that share a layer's streamed
+weights.
 """
 
 from __future__ import annotations
