@@ -122,7 +122,7 @@ def open_lines(path: Path, file_format: str, columns: Columns | None = None, enc
     or unreadable.
     """
     if encoding is not None and file_format in ("parquet", "dataset"):
-        raise InputError(f"--encoding is of text, CSV and JSON lines; a {file_format} file needs none")
+        raise InputError(f"--encoding is for text, CSV and JSON lines; a {file_format} file needs none")
     if columns is None and file_format in TABLES:
         header = header_of(path, file_format, encoding)
         if file_format == "csv":
