@@ -103,7 +103,7 @@ class SearchSettings:
             raise InputError(f"mini_batch_tokens is {tokens!r}; each must be a whole number >= 1")
         check("time_limit", self.time_limit, self.time_limit is None or self.time_limit >= 0, "seconds >= 0")
         if self.selection is not None and (self.space.lossless or self.selection.method != "speculative"):
-            raise InputError("the search may use only a speculative selection, and only if it need not be lossless")
+            raise InputError("the search may use only a speculative selection; it is lossy, so lossless must be false")
 
     @property
     def batches(self) -> np.ndarray:
