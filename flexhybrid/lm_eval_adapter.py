@@ -52,17 +52,14 @@ class FlexHybridLM(TemplateLM):
             raise InputError(f"{self.llm.checkpoint.path} has no tokenizer files, which the tasks' texts need")
         self.tokenizer = self.llm.tokenizer
         if decode_context is None:
-            decode_context = 0.0 if self._lossless() else LOSSY_DECODE_CONTEXT
+            chosen = self.llm.requested_policy
+            if isinstance(chosen, str) and chosen != "auto":
+                chosen = settle_policy(chosen, self.llm.problem, Workload.uniform(1, 16, 16))
+            lossless = isinstance(chosen, str) or chosen.lossless  # "auto" is lossless for all requests
+            decode_context = 0.0 if lossless else LOSSY_DECODE_CONTEXT
         if not isinstance(decode_context, (int, float)) or not 0 <= decode_context <= 1:
             raise InputError(f"decode_context is {decode_context!r}; it is a share of a context's tokens, from 0 to 1")
         self.decode_context = decode_context
-
-    def _lossless(self) -> bool:
-        """Return whether the policy is lossless for all requests, as "auto" is."""
-        policy = self.llm.requested_policy
-        if isinstance(policy, str) and policy != "auto":
-            policy = settle_policy(policy, self.llm.problem, Workload.uniform(1, 16, 16))
-        return isinstance(policy, str) or policy.lossless
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> FlexHybridLM:

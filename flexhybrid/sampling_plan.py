@@ -43,7 +43,9 @@ class SamplingRules:
         self._check_ids("stop_token_ids", params.stop_token_ids, name)
         if params.stop and self.tokenizer is None:
             raise InputError(f"{name} has stop texts, but {self.folder} has no tokenizer files; give stop_token_ids")
-        held = self._held_ids(params)
+        # As in vLLM, the first min_tokens tokens are not end-of-sequence, even with ignore_eos.
+        ends = {*params.stop_token_ids, *self.shape.eos_token_ids} if params.min_tokens else ()
+        held = tuple(sorted(token for token in ends if token < self.shape.vocab))
         words = self._bad_words(params, name) if params.bad_words else ()
         biases = dict(params.logit_bias)
         self._check_ids("logit_bias", tuple(biases), name)
@@ -72,13 +74,6 @@ class SamplingRules:
         if wrong := [token for token in ids if token >= self.shape.vocab]:
             vocabulary = f"the vocabulary is 0 … {self.shape.vocab - 1}"
             raise InputError(f"{field} of {name} holds token id {shown(wrong[0])}; {vocabulary}")
-
-    def _held_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the token ids that are forbidden for the first min_tokens tokens."""
-        if not params.min_tokens:
-            return ()
-        # As in vLLM, end-of-sequence is forbidden here even with ignore_eos.
-        return tuple(sorted(t for t in {*params.stop_token_ids, *self.shape.eos_token_ids} if t < self.shape.vocab))
 
     def _bad_words(self, params: SamplingParams, name: str) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each bad word, at the beginning of a text and after a space.
