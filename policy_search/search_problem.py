@@ -123,7 +123,7 @@ class Option(NamedTuple):
     def of(policy: Policy) -> Option:
         """Return the option of a policy."""
         bits, kept = policy.bits, unusual((name, getattr(policy, name)) for name in OTHERS)
-        usual = Option(policy.schedule, policy.hidden, policy.attention, bits.weights, bits.kv, bits.act)
+        usual = Option(policy.schedule, policy.hidden, str(policy.attention), bits.weights, bits.kv, bits.act)
         return usual._replace(kept=kept)
 
     def storing(self, entries: Iterable[str]) -> Option:

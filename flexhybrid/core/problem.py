@@ -41,9 +41,9 @@ class Budgets:
         """Return tier -> bytes; infinity without a budget."""
         return {tier: math.inf if size is None else float(size) for tier, size in self.items()}
 
-    def hold(self, peak_bytes: Mapping[str, np.ndarray]) -> np.ndarray:
+    def hold(self, peak_bytes: Mapping[str, np.ndarray] | Mapping[str, int]) -> np.ndarray:
         """Return whether these bytes, tier -> [candidates], are within all budgets, [candidates]."""
-        return np.all([peak_bytes[tier] <= limit for tier, limit in self.limits.items()], axis=0)
+        return np.all([np.less_equal(peak_bytes[tier], limit) for tier, limit in self.limits.items()], axis=0)
 
 
 NO_BUDGETS = Budgets()

@@ -154,7 +154,7 @@ class Executor(Generic[SelectionT]):
         self.attention = {"prompt": PATHS[paths.prompt], "chunk": PATHS[paths.chunk], "decode": PATHS[paths.decode]}
         self.compute_threads = parts.num_threads
         #: (mini-batch, window) -> latest decode step, and its ``StepExtents``
-        self.extents: dict[tuple[int, int | None], tuple[MiniBatchStep, Any]] = {}
+        self.extents: dict[tuple, tuple[MiniBatchStep, Any]] = {}
         #: whether numba's kernels attend on the host; False: plain torch does
         self.host_kernels = paths.on_host and not self.shape.softcaps
         on_host = self.policy.host_attends and self.host_kernels

@@ -573,8 +573,8 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     windowed += ["layer_types"] if config.get("use_sliding_window") and model_type in ("qwen2", "qwen3") else []
     for key in ("sliding_window", "layer_types", "attention_chunk_size", "text_config", "is_encoder_decoder"):
         value, positions = None if key in windowed else config.get(key), config.get("max_position_embeddings")
-        named = isinstance(value, list) and len(value) == config.get("num_hidden_layers")
-        whole = named and set(map(str, value)) <= {"full_attention"}
+        named = value if isinstance(value, list) and len(value) == config.get("num_hidden_layers") else [None]
+        whole = set(map(str, named)) <= {"full_attention"}
         whole = value is False or whole and model_type not in ("mistral", "phi3")  # their layers all have windows
         if not (value is None or whole or is_number(value) and is_number(positions) and value >= positions):
             raise NotBuiltIn(f"{path}: {key} = {shown(value)} is not supported for {model_type}")

@@ -44,7 +44,7 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
         staged = prompt_tokens[group].sum(axis=0)
         if (chunks := num_chunks(policy, prompts[group])) > 1:
             staged = _staged_by_chunk(entries, policy, int(prompts[group].max()), widest)
-        stored_now = entries.by_entry(fresh[group].any(axis=0) * len(group))
+        stored_now = entries.by_entry(np.multiply(fresh[group].any(axis=0), len(group)))
         longest, staged_now = longest_piece(policy, prompts[group]), entries.by_entry(staged)
         windows = wave.windows if wave.split else (widest,)  # with both(…), a shorter context may recompute more
         reads = (_reads(wave, group, window) for window in windows)

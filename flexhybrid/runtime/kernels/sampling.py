@@ -12,7 +12,7 @@ Shapes in names: B requests of a mini-batch, V vocabulary, N requests of a wave,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
@@ -51,8 +51,9 @@ class SamplingPlan:
 
     def select(self, members: np.ndarray) -> SamplingPlan:
         """Return the plan of the requests with these indices."""
-        values = (getattr(self, name) for name in PLAN_FIELDS)
-        return SamplingPlan(*(tuple(v[i] for i in members) if isinstance(v, tuple) else v[members] for v in values))
+        values: Iterable[Any] = (getattr(self, name) for name in PLAN_FIELDS)
+        selected: list[Any] = [tuple(v[i] for i in members) if isinstance(v, tuple) else v[members] for v in values]
+        return SamplingPlan(*selected)
 
 
 PLAN_FIELDS = tuple(field.name for field in fields(SamplingPlan))
@@ -61,7 +62,8 @@ PLAN_FIELDS = tuple(field.name for field in fields(SamplingPlan))
 def joined_plans(plans: Sequence[SamplingPlan]) -> SamplingPlan:
     """Return the plan of the requests of all plans."""
     fields_of = ([getattr(plan, name) for plan in plans] for name in PLAN_FIELDS)
-    return SamplingPlan(*(tuple(chain(*of)) if isinstance(of[0], tuple) else np.concatenate(of) for of in fields_of))
+    joined: list[Any] = [tuple(chain(*of)) if isinstance(of[0], tuple) else np.concatenate(of) for of in fields_of]
+    return SamplingPlan(*joined)
 
 
 def greedy_plan(num_requests: int) -> SamplingPlan:

@@ -88,7 +88,8 @@ def _kept(dtype: str, group: int, key: str) -> AttentionPaths:
         choices = content if isinstance(content, dict) else {}
     if kept := paths_of(choices.get(key)):
         return kept
-    measured = AttentionPaths(*(_fastest(dtype, group, *case) for case in zip(SIZES, USUAL[:3], strict=True)))
+    prompt, chunk, decode = (_fastest(dtype, group, *case) for case in zip(SIZES, USUAL[:3], strict=True))
+    measured = AttentionPaths(prompt, chunk, decode)
     with contextlib.suppress(OSError, InputError):  # a choice that cannot be stored is valid for this process
         write_by_rename(cache_folder() / FILE, json.dumps({**choices, key: measured._asdict()}, indent=1))
     return measured
