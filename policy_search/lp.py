@@ -22,7 +22,7 @@ LACK_PRICE = 1e4  #: price of exceeding a limit by 100 %, in the program's scale
 
 @dataclass(frozen=True)
 class Solution:
-    """Optima of programs, arrays [programs]."""
+    """The optimal solutions of several linear programs: arrays with one element per program."""
 
     value: np.ndarray  #: seconds per token; infinity if a limit is exceeded
     lacking: np.ndarray  #: largest excess over a limit (a tier's bytes or a phase's seconds), as a share of the limit

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.core.admission import Places
-from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, TIERS
 from flexhybrid.core.errors import InputError, check, unknown
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy, Selection
@@ -144,7 +144,11 @@ class SearchResult:
     @property
     def proof(self) -> str:
         """Return the optimality gaps in a sentence."""
-        gaps = ", ".join(f"{gap:.1%} with attention on the {where}" for where, gap in sorted(self.gaps.items()))
+        shared = ", alone or with the host" * (ATTENDED_ENTRY in self.problem.entries)
+        words = {"device": f"device{shared}"}
+        gaps = ", ".join(
+            f"{gap:.1%} with attention on the {words.get(at, at)}" for at, gap in sorted(self.gaps.items())
+        )
         tried = f"for mini-batches of up to {self.largest_mini_batch:,} tokens, by a bound that ignores waiting"
         return f"optimality gap: {gaps} ({tried})" + "; the time limit ended the search" * (not self.complete)
 

@@ -277,6 +277,10 @@ class SearchProblem(Problem):
             options += [Option(schedule, hidden, "device", *bits) for bits in on_device]
             if on_host:
                 options += [Option(schedule, hidden, "host", bits, NATIVE, NATIVE) for bits in weights]
+        if not options:
+            raise InputError(
+                "no policy is left to choose: what is kept of the cache contradicts where attention may run"
+            )
         return [option._replace(kept=unusual(space.kept)) for option in options]
 
 

@@ -42,8 +42,11 @@ def tightest(problem: SearchProblem, batch: int, mini_batch_tokens) -> TightestP
 
 
 def _peaks(grid: ChoiceGrid, choices: np.ndarray, solution: Solution):
-    """Yield (policy, tier -> bytes) for the roundings of the choices' programs. Each rounding comes with two weight
-    placements: one that fits if possible, and the program's own."""
+    """Yield policies with their peak bytes by tier, from the solved program of each choice, rounded to whole blocks.
+
+    Each rounded policy comes twice: with weights placed so that they fit, if possible, and with the program's own
+    placement.
+    """
     problem, groups = grid.problem, {}
     for choice in choices:
         for unplaced, _ in round_shares(grid, int(choice), solution.cache[choice]):

@@ -448,11 +448,11 @@ def needs_lines(text: str) -> bool:
     return SYSTEMS[parse(text)[0]].reads_lines
 
 
-def dropped(text: str, policy: Policy) -> str:
-    """Return a message if a system's call allows attention on the host but its search chose a policy with attention on
-    the device; otherwise an empty text."""
+def dropped(text: str, attention: str) -> str:
+    """Return a message if a system's call allows attention on the host but its search chose ``attention`` on the
+    device; otherwise an empty text."""
     with suppress(InputError):  # the text may name a policy file
-        if policy.attention == "device" and parse(text)[1].get("host_attention"):
+        if attention == "device" and parse(text)[1].get("host_attention"):
             return "host_attention is not used: by FlexGen's cost model attention on the device is faster"
     return ""
 

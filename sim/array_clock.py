@@ -207,7 +207,8 @@ class _TemplateWalk:
         schedule, num_layers = steps.policy.schedule, steps.problem.shape.num_layers
         self.verbs, self.num_walked = verbs, num_walked
         self.phase_of = [0]  # phase of each walked iteration
-        # Walked iteration -> number of equal iterations that follow and are skipped; negative: too many were walked.
+        # Walked iteration -> number of equal iterations after it that are skipped, [candidates]; negative: so many
+        # iterations were walked beyond a candidate's last one.
         self.after: dict[int, np.ndarray] = {}
         for phase, stretch in enumerate(verbs.stretches, start=1):
             self.phase_of += [phase] * (1 if stretch.entry is None else num_walked)

@@ -379,7 +379,8 @@ def num_slices(num_mini_batches, on_host, on_disk):
 
 @lru_cache(maxsize=4096)
 def _num_places(slices: int, *pages: int) -> int:
-    """Return the number of slices with at least one page. ``pages``: number of pages in each tier."""
+    """Return how many of ``slices`` slices of a layer's weights have at least one page. ``pages``: number of the
+    layer's streamed pages in each tier."""
     return len({slices * page // count for count in pages for page in range(count)})
 
 

@@ -273,6 +273,9 @@ class Policy:
         _check_shares(self.cache, "cache")
         if isinstance(self.attention, Mapping):
             self._share_attention(self.attention)
+        elif self.attention not in ("device", "host"):
+            wanted = 'device, host or shares such as {"host": 0.5, "device": 0.5}'
+            raise InputError(f"policy: attention is {self.attention!r}; it must be {wanted}")
         object.__setattr__(self, "cache", CacheShares(self.cache))
         for name, choices in _CHOICES.items():
             _check_choice(getattr(self, name), choices, name)
@@ -290,8 +293,12 @@ class Policy:
             raise InputError(f"policy: attention names {', '.join(map(str, shares))}; it may name host and device")
         _check_shares(shares, "attention")
         on_host, held = shares.get("host", 0.0), self.cache.get("kv@host", 0.0)
-        if on_host and not held or ATTENDED_ENTRY in self.cache:
-            raise InputError(f"policy: attention is a share of kv@host, but cache is {dict(self.cache)}")
+        if ATTENDED_ENTRY in self.cache:
+            raise InputError(f"policy: attention has shares, and cache names {ATTENDED_ENTRY} too: give one of the two")
+        if on_host and not held:
+            raise InputError(
+                f"policy: shares of attention divide kv@host, and cache is {dict(self.cache)}: give kv@host a share"
+            )
         divided = {"kv@host": held * (1 - on_host), ATTENDED_ENTRY: held * on_host}
         if 0 < on_host < 1:
             object.__setattr__(self, "cache", {**self.cache, **divided})

@@ -17,7 +17,7 @@ MOST_REQUESTS = 1 << 24  #: more requests of one length are surely a mistake, an
 class Prefixes:
     """Prefixes that prompts share. They form a tree: a prefix may continue another one, its parent."""
 
-    tokens: np.ndarray  #: [prefixes], tokens with those of the parent
+    tokens: np.ndarray  #: [prefixes], tokens of each prefix, including those of its parent
     parent: np.ndarray  #: [prefixes], index of the parent; -1: none
     of_request: np.ndarray  #: [requests], the longest prefix of its prompt; -1: none
 

@@ -24,8 +24,8 @@ WHERE = ("any", "device", "host")  #: values of --attention
 class CompareOptions:
     """The flags of ``compare`` by name; the defaults are those of the README's run on two cores.
 
-    Without a model, exactness uses the shipped checkpoint and speed a random model. Without a link rate, a CPU gets the
-    lowest rate at which the best policy is a mix.
+    If no model is given, the exactness test uses the shipped checkpoint, and the speed test a model with random
+    weights. If no link rate is given, a CPU imitates the lowest rate at which the best policy mixes KV and ACT.
     """
 
     model: Path | None = option("local checkpoint folder (Hugging Face layout)", None)

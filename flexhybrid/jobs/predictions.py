@@ -63,7 +63,7 @@ def simulate(args) -> dict:
     point = {"system": one[0], **point}
     setting, made, outcome = run_point(point, _lengths(args), _note)
     args.show(describe_queue(outcome) if isinstance(outcome, SimulatedQueue) else describe(outcome))
-    if unused := dropped(point["system"], made.policy):
+    if unused := dropped(point["system"], made.policy.attending_tier):
         args.show(f"  {unused}")
     return _record(args, setting.machine, outcome.tokens_per_s, point) | outcome.to_dict()
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from typing import NamedTuple
 
 from flexhybrid.core.admission import batch_size, open_batch
-from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, TIERS
 from flexhybrid.core.errors import InputError, check, flag, is_integer
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import kept_shares, memory_plan, total_bytes
@@ -42,6 +42,7 @@ POINT = ("model", "hardware", "host", *LENGTHS, "dtype", *RATES, *MEMORIES)
 POLICY_FIELDS = (
     *("weights.device", "weights.disk", "bits.weights", "bits.kv", "bits.act"),
     *(f"cache.{kind}@{tier}" for kind in ("kv", "act") for tier in TIERS),
+    f"cache.{ATTENDED_ENTRY}",
     *("schedule", "attention", "hidden", "overlap", "packing", "max_mini_batch_tokens", "max_batch"),
 )
 AUTO = "auto"  #: value of "batch": the batch with the most tokens a second

@@ -124,7 +124,7 @@ def labelled(folder) -> list[str]:
         ({"--logits": None}, "give either --logits"),
         ({"--energy-j": ["1", "2"]}, "energy_j has 2 values for 3 models"),
         ({"--energy-j": ["1", "2", "0"]}, "energy_j of c is 0; it must be above 0"),
-        ({"--watts": ["30"]}, "watts needs seconds"),
+        ({"--watts": ["30"]}, "--watts needs the seconds of each model"),
         ({**LOCAL, "--models": ["a=nothing"], "--data": labelled}, "neither a .pt2 file"),
         ({**LOCAL, "--models": ["a=json:loads"], "--data": labelled}, "json:loads failed"),
         ({**LOCAL, "--models": [f"a={__name__}:broken"], "--data": labelled},

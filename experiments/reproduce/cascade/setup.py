@@ -30,7 +30,9 @@ COMPRESSED = ("GPT-Q", "ViT-Q")  #: in Table II beside the sizes; no part of the
 NUM_GPUS = 12
 BATCH = 32  #: requests that enter together
 MOST_LOAD = 0.9  #: of a GPU's time, in a plan
-LEAST_SHARE = 0.01  #: of the requests that a deployed model answers; Table III has 0, 0 and 0.1 % among the others
+#: Least share of the requests that a deployed model answers. In Table III, the models that are left out answer 0, 0 and
+#: 0.1 %.
+LEAST_SHARE = 0.01
 ROUTINGS = {"chain": chain, "direct": direct}
 SOURCE = "hybridserve_cascade"
 

@@ -106,8 +106,9 @@ def _fitting(
 ) -> Iterator[tuple[int, int, int, float, float]]:
     """Yield (replicas, partitions, batch, bytes, load) of a model for each number of partitions that fits.
 
-    The replicas are the fewest with a load of at most ``most_load``, or one more than batches of one request need. A
-    batch of ``batch`` requests enters the cascade every batch/rate seconds; ρ·batch of them reach the model (§V-C).
+    Try the numbers of replicas from the fewest whose load (busy share of the time) may be at most ``most_load`` to one
+    more than batches of one request need. ``batch`` requests enter the cascade every batch / rate seconds, and
+    ``share`` of them reach this model (HybridServe cascade, §V-C).
     """
     for partitions in range(1, model.max_partitions + 1):
         fewest = rate * share * model.seconds(model.max_batch) / model.max_batch / partitions / most_load

@@ -235,7 +235,7 @@ def _priced(models: list[CascadeModel], options: FitOptions) -> list[CascadeMode
             raise InputError(f"watts is {options.watts:g}; it must be above 0")
         for i, model in enumerate(models):
             if model.seconds is None:
-                raise InputError("watts needs seconds: run local models, or give --seconds")
+                raise InputError("--watts needs the seconds of each model: run local models, or give --seconds")
             if (options.costs or {}).get("energy_j") is None:
                 energy_j, source = options.watts * model.seconds, f"stated: {options.watts:g} W of its seconds"
                 models[i] = replace(model, energy_j=energy_j, energy_source=source)

@@ -169,7 +169,7 @@ def describe(policy: Policy, problem: Problem) -> str:
     kept = f"; context {shares(dict(policy.cache))}" if shape.attending else ""
     kept += f"; states of recurrent layers on the {policy.state_tier}" if shape.recurrent else ""
     order = f"{policy.schedule}, {policy.cut}"
-    unused = dropped(policy.name, policy)
+    unused = dropped(policy.name, policy.attending_tier)
     return f"{policy.name}: weights {weights}{kept}; {order}{bits}{elsewhere}{unused and f'; {unused}'}"
 
 

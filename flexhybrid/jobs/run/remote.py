@@ -286,6 +286,6 @@ def _located(error: InputError) -> str:
 def _message(
     answered: Sequence[Answered] = (), generated: int = 0, shared: int = 0, note: str = "", error: str = ""
 ) -> pa.Table:
-    """Return a message as a table [1 row, MESSAGE]."""
+    """Return a message as a table of one row with the columns of MESSAGE."""
     columns = zip(*answered, strict=True) if answered else [()] * len(Answered._fields)
     return pa.table([*([column] for column in columns), [generated], [shared], [note], [error]], MESSAGE)

@@ -228,8 +228,8 @@ class Replanner:
     def _best(self, problem: Problem, current: Policy, waiting: Workload, limit_s: float) -> tuple[Policy, QueueRun]:
         """Return the best policy for the waiting requests with the same weights on the device, and its run.
 
-        A separate process searches: a thread would hold Python's interpreter lock, and delay the lanes for three times
-        as long. Raise InputError if nothing fits, or if the search was ended.
+        The search runs in a separate process: a thread would hold Python's interpreter lock and delay the lanes three
+        times as long. Raise InputError if nothing fits, or if the search was ended.
         """
         if problem.hardware is None:
             raise InputError("the machine has no profile")

@@ -61,6 +61,7 @@ KEYS = {
     **dict.fromkeys(MEMORIES, _memory),
     **dict.fromkeys(RATES, _rate),
     **{field: _checked_by(partial(ANY_POLICY.with_field, field)) for field in POLICY_FIELDS},
+    "attention": one_of("attention", ("device", "host")),  # shares of it are those of cache.attended(kv@host)
 }
 REQUIRED = ("system", "model", "hardware", *LENGTHS)
 

@@ -62,7 +62,7 @@ class BlockTable(NamedTuple):
     most: int  #: maximum of a request's blocks
     parts: tuple[int, ...]  #: index of the first extent in each memory
     reach: tuple[int, ...] = ()  #: maximum of ``Extent.reach`` in each memory
-    row: int = 0  #: number of elements in a projected row; 0 if there are none
+    row: int = 0  #: elements of a row of projected queries, keys and values; 0 if the kernel reads no such rows
 
     def attend(
         self, q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule, out: torch.Tensor | None = None
@@ -282,7 +282,8 @@ def _attend_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
 
 @triton.jit
 def _entries(kinds, places, index, last):
-    """Return the kinds and places of blocks. Blocks from ``last`` on have no tokens."""
+    """Load the kinds and places of the blocks with these indices. Blocks from index ``last`` on have no tokens and are
+    not loaded."""
     kind = tl.load(kinds + index, mask=index < last, other=0).to(tl.int32)
     return kind, tl.load(places + index, mask=index < last, other=0)
 

@@ -220,7 +220,8 @@ class ModulePath:
         return self.layers.rows_of(self.layers.finish(pending, heads))
 
     def head(self, hidden_Bh: torch.Tensor, step: Any = None) -> torch.Tensor:
-        """Return logits [B, vocab] of last hidden states. ``step``: resume its forward, if it waits for these rows."""
+        """Return the logits [B, vocab] of the last hidden states. If the model's own forward of ``step`` is suspended
+        until it gets these rows, resume it."""
         rows, rest = self._rest.pop(step, (0, None))
         return self.layers.head(hidden_Bh, rest if rows == len(hidden_Bh) else None)
 

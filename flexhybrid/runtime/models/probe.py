@@ -128,7 +128,7 @@ class _TaggedMask:
         whole = (slice(None), slice(0, None))
         if isinstance(part, tuple) and all(isinstance(of, slice) and of in whole for of in part):
             return self
-        raise TypeError(f"a part of a {type(self).__name__}")
+        raise TypeError(f"a layer takes an index or slice of a {type(self).__name__}, which cannot be probed")
 
     @property
     def window(self) -> int | None:

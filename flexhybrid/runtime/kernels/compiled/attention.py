@@ -459,10 +459,10 @@ def _next_distance(found, block, chunk, of_values):
 
 @numba.njit(**PART)
 def _prefetch_distance(ahead, head, heads, step, head_bytes):
-    """Return the distance in bytes from a head's keys (or values) to the ones that are prefetched while they are read.
+    """Return how many bytes ahead to prefetch while a head's keys (or values) are read.
 
-    These belong to a later head of the same block, or to one of the first heads of the next one (``ahead``: its
-    distance). ``step``: bytes from one head to the next.
+    The target is a later head of the same block or, near the block's end, one of the first heads of the next block.
+    ``ahead``: bytes from this block to the next; ``step``: bytes from one head to the next.
     """
     later, count = max(1, AHEAD_BYTES // (BLOCK_TOKENS * head_bytes)), heads[1] - heads[0]
     if head + later < heads[1]:
