@@ -307,7 +307,7 @@ def check_policies(count: int) -> list[float]:
     worst: list[float] = []
     captured: list[int] = []
     check()
-    assert attend_triton is None or sum(map(bool, captured)) > count / 10, "hardly a policy had graphs"
+    assert attend_triton is None or sum(map(bool, captured)) > count / 20, "hardly a policy had graphs"
     graphs, mean = sum(map(bool, captured)), sum(worst) / len(worst)
     print(
         f"{len(worst)} policies, {graphs} with graphs: at most {max(worst):.3f} of their plans, {mean:.3f} on average"

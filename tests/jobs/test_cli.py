@@ -142,10 +142,10 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
         (("run", "-i", "a", "-o", "b", "--modle=c"), "unknown option '--modle'; did you mean --model? (see "),
         (("run", "-i", "a", "-o", "b", "-i", "c"), "-i is given twice, a and c: give it once (see"),
         ((*SIMULATE, "--vary", "batch=1,2", "--vary", "gen_len=8"), "--vary is given twice, batch=1,2 and gen_len=8"),
-        (("run", "-i", "-", "-o", "-", "--model", str(shipped.CHECKPOINT)), "the output is -: name a file"),
+        (("run", "-i", "-", "-o", "-", "--model", str(shipped.CHECKPOINT)), "the output is -: give a file"),
         (
             ("run", "-i", "a", "-o", "b", "--model", str(shipped.CHECKPOINT), "--report", "-"),
-            "--report is -: name a file",
+            "--report is -: give a file",
         ),
         ((*SIMULATE, "--system", "kv_only", "--device-memory", "10"), "there are 10 bytes (2."),
         (("cascade", "plan", "--bach"), "flexhybrid cascade plan --help"),
@@ -160,7 +160,7 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
         (("run", "--format", "txt"), "unknown value of --format 'txt'; did you mean text? known: auto, jsonl, text"),
         (
             ("simulate", "--model", "opt-30b", "--hardware", "t4", "--output-len", "9"),
-            "do: --batch, --input-len (or the",
+            "work: --batch, --input-len (or the",
         ),
     ],
 )

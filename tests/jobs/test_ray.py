@@ -374,7 +374,10 @@ def test_a_cascade_on_ray_gives_the_local_answers_even_if_a_replica_dies(two_cpu
         return post(port, {"x": x[i].tolist()})
 
     def check_another() -> None:
-        for name, route, words in (("cascade", "/x", "'cascade' is served"), ("other", "/", "is being used by appl")):
+        for name, route, words in (
+            ("cascade", "/x", "already has an application 'cascade'"),
+            ("other", "/", "is being used by appl"),
+        ):
             options, nobody = ray_serve.ServeOptions(name=name, route=route), [functools.partial(pytest.fail)] * 2
             with pytest.raises(InputError, match=words), ray_serve.deployed(cascade, nobody, options, print):
                 pass
