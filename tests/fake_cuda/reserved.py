@@ -288,6 +288,10 @@ def check_policies(count: int) -> list[float]:
     def check(shape, policy, lengths, expandable, from_files, in_place):
         if policy.selection.method != "none":  # how many rows it takes is known when it runs
             policy = replace(policy, selection=Selection())
+        if in_place and policy.host_attends:  # such a step has no graphs, of which there shall be some
+            moved = policy.cache.get("attended(kv@host)", 0.0) + policy.cache.get("kv@host", 0.0)
+            cache = {entry: share for entry, share in policy.cache.items() if entry != "attended(kv@host)"}
+            policy = replace(policy, attention="device", cache=cache | ({"kv@host": moved} if moved else {}))
         weights = policy.weights
         weights = Placement(device=weights.device, host=1 - weights.device)  # a disk's are the host's on their way
         policy = replace(policy, weights=weights, max_mini_batch_tokens=64 * policy.max_mini_batch_tokens)
@@ -307,7 +311,8 @@ def check_policies(count: int) -> list[float]:
     worst: list[float] = []
     captured: list[int] = []
     check()
-    assert attend_triton is None or sum(map(bool, captured)) > count / 20, "hardly a policy had graphs"
+    if attend_triton and count >= 50:  # of a few policies it may be none
+        assert sum(map(bool, captured)) > count / 10, "hardly a policy had graphs"
     graphs, mean = sum(map(bool, captured)), sum(worst) / len(worst)
     print(
         f"{len(worst)} policies, {graphs} with graphs: at most {max(worst):.3f} of their plans, {mean:.3f} on average"
