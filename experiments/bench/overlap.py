@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -73,6 +74,7 @@ class OverlapCase:
     paced: str = "h2d"
     num_threads: int | None = None  #: None: all
     shape: ModelShape = TIMING_SHAPE
+    workload: Workload = WORKLOAD
 
 
 def cases() -> list[OverlapCase]:
@@ -105,7 +107,7 @@ class OverlapRun:
         threads = case.num_threads or torch.get_num_threads()
         make_engine = partial(Engine, num_threads=threads)
         self.weights = weights
-        self.session = Session.of(weights, case.policy, WORKLOAD, hardware=hardware, make_engine=make_engine)
+        self.session = Session.of(weights, case.policy, case.workload, hardware=hardware, make_engine=make_engine)
         self.computing = {"compute": threads}
         if case.policy.host_attends:
             self.computing["host_compute"] = 1
@@ -274,6 +276,17 @@ def measured_decode(run: OverlapRun, rates: dict[str, float]) -> Decode:
     return Decode(result.trace, window.seconds, moving_s | run.computing_s(), result.lanes)
 
 
+def usual_decode(decodes: Sequence[Decode]) -> Decode:
+    """Return the decode whose wall time is the median of an odd number."""
+    return sorted(decodes, key=lambda decode: decode.wall_s)[len(decodes) // 2]
+
+
+def clock_errors(run: OverlapRun, case: OverlapCase, hardware: Hardware, wall_s: float) -> list[float]:
+    """Return the virtual clock's signed errors on this machine, before and after a trial of TRIAL_ITERATIONS."""
+    records = hardware, after_trial(run, case, hardware)
+    return [wall_s / predicted(run.session.wave, record).seconds - 1 for record in records]
+
+
 def measure(
     table: Table, case: OverlapCase, weights: Weights, hardware: Hardware
 ) -> tuple[float, float, list[Round[Decode]]]:
@@ -292,11 +305,9 @@ def measure(
     ideals = {name: statistics.median(decode.ideal_s[name] for decode in decodes) for name in decodes[0].ideal_s}
     binding, second = sorted(ideals, key=lambda name: -ideals[name])[:2]
     samples = [max(decode.ideal_s.values()) / decode.wall_s for decode in decodes]
-    overlap, wall_s = statistics.median(samples), statistics.median(decode.wall_s for decode in decodes)
-    usual = min(decodes, key=lambda decode: abs(decode.wall_s - wall_s))
-    paced = at_rates(hardware, rates)
-    records = paced, after_trial(run, case, paced)
-    error, after = (wall_s / predicted(run.session.wave, record).seconds - 1 for record in records)
+    overlap, usual = statistics.median(samples), usual_decode(decodes)
+    wall_s = usual.wall_s
+    error, after = clock_errors(run, case, at_rates(hardware, rates), wall_s)
     balance = ideals[second] / ideals[binding]
     if balance >= JUDGED_BALANCE:
         conditions = {"balance": balance, "binding": binding, "second": second, "rates": rates}

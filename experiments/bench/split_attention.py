@@ -1,12 +1,13 @@
 """Bench rows of attention that host and device share, where both alone take equally long.
 
-Weights are on the device and the cache is on the host. The link's pace is the one at which loading the cache takes as
-long as the host's attention to all of it. The device and the host have a core each.
+Weights are on the device and the cache is on the host. Layers are narrow and contexts long, so that attention takes
+longer than the products. The link's pace is the one at which loading the cache takes as long as the host's attention to
+all of it. The device and the host have a core each.
 """
 
-import statistics
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,33 +20,37 @@ from experiments.bench.overlap import (
     Decode,
     OverlapCase,
     OverlapRun,
-    after_trial,
     at_rates,
+    clock_errors,
     measured_decode,
-    predicted,
     profiled,
+    usual_decode,
 )
 from flexhybrid.core.policy import Placement
+from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.job import fastest_dtype
 from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from sim.presets import kv_only
 
+SHAPE = replace(SMALL_HEAD, hidden=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn=256, max_positions=2048)
+CONTEXT, MAX_TOKENS = 1536, 6
+WORKLOAD = Workload.uniform(16, CONTEXT, MAX_TOKENS)
 HOST_SHARES = (0.4, 0.5, 0.6)  #: of the context; the best one counts
 
 
 @bench("split attention")
 def bench_split(table: Table) -> None:
     """Add the gain of the split over the better of both alone, its overlap and the virtual clock's errors."""
-    shape, device = SMALL_HEAD, torch.device("cpu")
+    shape, device = SHAPE, torch.device("cpu")
     dtype = fastest_dtype(shape, device)
-    plain = replace(kv_only(MINI_BATCH * (34 * 16 + 1)), weights=Placement(device=1.0))
+    plain = replace(kv_only(MINI_BATCH * (CONTEXT + 33)), weights=Placement(device=1.0))
     policies = {"device": plain, "host": replace(plain, name="host", attention="host")}
     for share in HOST_SHARES:
         attention = {"host": share, "device": 1 - share}
         policies[f"{share:.0%} host"] = replace(plain, name=f"{share:.0%} host", attention=attention)
-    cases = {name: OverlapCase(name, policy, num_threads=1, shape=shape) for name, policy in policies.items()}
+    cases = {name: OverlapCase(name, policy, "h2d", 1, shape, WORKLOAD) for name, policy in policies.items()}
     with torch_threads(1):
         hardware = profiled(dtype, cases["host"])
         with closing(Weights(shape, RandomWeights(shape), dtype, device, plain)) as weights:
@@ -55,17 +60,12 @@ def bench_split(table: Table) -> None:
             (alone,) = least_disturbed(runs["host"].computing_s, 1)
             rates = {"h2d": runs["device"].planned_bytes("h2d") / alone.result["host_compute"] / 1e9}
             found: dict[str, Decode] = {}
+            errors, paced = {}, at_rates(hardware, rates)
             for name, run in runs.items():
                 run.set_rates(rates)
-                rounds = least_disturbed(lambda run=run: measured_decode(run, rates), ROUNDS)
-                decodes = [done.result for done in rounds]
-                middle = statistics.median(decode.wall_s for decode in decodes)
-                found[name] = min(decodes, key=lambda decode: abs(decode.wall_s - middle))
-            paced = at_rates(hardware, rates)
-            errors = {}
-            for name, run in runs.items():
-                records = paced, after_trial(run, cases[name], paced)
-                errors[name] = [found[name].wall_s / predicted(run.session.wave, of).seconds - 1 for of in records]
+                rounds = least_disturbed(partial(measured_decode, run, rates), ROUNDS)
+                found[name] = usual_decode([done.result for done in rounds])
+                errors[name] = clock_errors(run, cases[name], paced, found[name].wall_s)
     seconds = {name: decode.wall_s for name, decode in found.items()}
     best = min((name for name in seconds if name not in ("device", "host")), key=seconds.__getitem__)
     gain = min(seconds["device"], seconds["host"]) / seconds[best]

@@ -146,8 +146,8 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     # Reserved for all bits, so that a search's terms add up. Triton's kernels do not need it, but only a run knows
     # whether they work.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
-    on_host, split = policy.host_attends, policy.host_attends and policy.attention == "device"
-    out_row = 4 * (shape.query_width + shape.num_heads) if split else shape.query_width * p
+    on_host = policy.host_attends
+    out_row = 4 * (shape.query_width + shape.num_heads) if policy.splits_attention else shape.query_width * p
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
     running = problem
     if problem.counts_allocator and problem.attention is None:  # the run may attend in place or not: plan for both

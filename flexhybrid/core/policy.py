@@ -216,6 +216,25 @@ _CHOICES = {
 }
 
 
+def _shared_attention(
+    cache: Mapping[str, float], shares: Mapping[str, float]
+) -> tuple[Mapping[str, float], Literal["device", "host"]]:
+    """Return the cache and the place of attention that ``shares`` of host and device mean: they divide ``kv@host``."""
+    if not {*shares} <= {"host", "device"}:
+        raise InputError(f"policy: attention names {', '.join(map(str, shares))}; it may name host and device")
+    _check_shares(shares, "attention")
+    on_host, held = shares.get("host", 0.0), cache.get("kv@host", 0.0)
+    if ATTENDED_ENTRY in cache:
+        raise InputError(f"policy: attention has shares, and cache names {ATTENDED_ENTRY} too: give one of the two")
+    if on_host and not held:
+        raise InputError(
+            f"policy: shares of attention divide kv@host, and cache is {dict(cache)}: give kv@host a share"
+        )
+    if 0 < on_host < 1:
+        return {**cache, "kv@host": held * (1 - on_host), ATTENDED_ENTRY: held * on_host}, "device"
+    return cache, "host" if on_host else "device"
+
+
 @dataclass(frozen=True)
 class Policy:
     """A policy: everything in which two systems may differ. The possible values are in ``_CHOICES``."""
@@ -271,12 +290,14 @@ class Policy:
                     f"{ATTENDED_ENTRY}, tok with TIER one of {', '.join(TIERS)}"
                 )
         _check_shares(self.cache, "cache")
-        if isinstance(self.attention, Mapping):
-            self._share_attention(self.attention)
+        cache, attention = self.cache, self.attention
+        if isinstance(attention, Mapping):
+            cache, attention = _shared_attention(cache, attention)
         elif self.attention not in ("device", "host"):
             wanted = 'device, host or shares such as {"host": 0.5, "device": 0.5}'
             raise InputError(f"policy: attention is {self.attention!r}; it must be {wanted}")
-        object.__setattr__(self, "cache", CacheShares(self.cache))
+        object.__setattr__(self, "cache", CacheShares(cache))
+        object.__setattr__(self, "attention", attention)
         for name, choices in _CHOICES.items():
             _check_choice(getattr(self, name), choices, name)
         bound, most = self.max_mini_batch_tokens, self.max_batch
@@ -286,23 +307,6 @@ class Policy:
             for key in self.cache:
                 if key not in ("kv@host", "kv@disk"):
                     raise InputError(f"policy: attention on the host reads kv@host and kv@disk, but cache names {key}")
-
-    def _share_attention(self, shares: Mapping[str, float]) -> None:
-        """Divide the share of ``kv@host`` by ``shares``, where host and device attend to it."""
-        if not {*shares} <= {"host", "device"}:
-            raise InputError(f"policy: attention names {', '.join(map(str, shares))}; it may name host and device")
-        _check_shares(shares, "attention")
-        on_host, held = shares.get("host", 0.0), self.cache.get("kv@host", 0.0)
-        if ATTENDED_ENTRY in self.cache:
-            raise InputError(f"policy: attention has shares, and cache names {ATTENDED_ENTRY} too: give one of the two")
-        if on_host and not held:
-            raise InputError(
-                f"policy: shares of attention divide kv@host, and cache is {dict(self.cache)}: give kv@host a share"
-            )
-        divided = {"kv@host": held * (1 - on_host), ATTENDED_ENTRY: held * on_host}
-        if 0 < on_host < 1:
-            object.__setattr__(self, "cache", {**self.cache, **divided})
-        object.__setattr__(self, "attention", "host" if on_host == 1 else "device")
 
     def share(self, representation: str) -> float:
         """Return the share of tokens kept as ``kv``, ``act``, ``both`` or ``tok``, in all tiers."""
@@ -316,12 +320,17 @@ class Policy:
     @property
     def host_attends(self) -> bool:
         """Return whether the host attends in decode steps, to the whole context or to ``attended(kv@host)``."""
-        return self.attention == "host" or ATTENDED_ENTRY in self.cache_entries
+        return self.attention == "host" or self.splits_attention
+
+    @property
+    def splits_attention(self) -> bool:
+        """Return whether host and device attend to parts of the same context."""
+        return ATTENDED_ENTRY in self.cache_entries
 
     @property
     def attending_tier(self) -> str:
         """Return in words where decode steps attend: "device", "host" or "device and host"."""
-        return "device and host" if self.host_attends and self.attention == "device" else str(self.attention)
+        return "device and host" if self.splits_attention else str(self.attention)
 
     @property
     def attends_from_disk(self) -> bool:

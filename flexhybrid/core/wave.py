@@ -209,7 +209,7 @@ def check_planned(policy: Policy, shape: ModelShape) -> None:
          "selection over ACT, whose rows serve all heads,"),
         (speculative and policy.selection.partial_keys == "disk", "partial keys on the disk"),
         (policy.static_cache and "both" in representations, "a static cache of both copies"),
-        (policy.host_attends and policy.attention == "device" and policy.selection.method != "none",
+        (policy.splits_attention and policy.selection.method != "none",
          f"selection {policy.selection.method} with attention shared between host and device"),
     )  # fmt: skip
     for refused, what in refusals:

@@ -191,11 +191,9 @@ class Buffers:
         self.host_hidden = on_host(sizes.hidden_rows if hidden_on_host else 0, hidden)
         strip_rows = sizes.decode_batch if policy.host_attends else 0
         #: attention output of the host; if the device attends too: float32, with log(denominator) for each head
-        part = (
-            (shape.query_width, dtype)
-            if policy.attention == "host"
-            else (shape.query_width + shape.num_heads, torch.float32)
-        )
+        part = (shape.query_width, dtype)
+        if policy.splits_attention:
+            part = (shape.query_width + shape.num_heads, torch.float32)
         self.query_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width + kv)
         self.out_strip = on_host(NUM_SLOTS, strip_rows, part[0], dtype=part[1])
         placed = num_limited(policy.selection, shape.num_layers) > 0

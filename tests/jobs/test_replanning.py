@@ -262,7 +262,7 @@ def test_without_times_of_lines_the_limiting_resource_is_slower():
     """A GPU reports no seconds of single lines."""
     llm = SimpleNamespace(problem=SimpleNamespace(hardware=toy_machine.machine()))
     replanner = Replanner(llm, SimpleNamespace(total_s=1.0, binding="h2d"))
-    hardware, words = replanner._measured(SimpleNamespace(line_times=dict), {}, 1.5)
+    hardware, words = replanner._measured({}, 1.5)
     assert hardware == toy_machine.machine().scaled({"h2d": 1.5}) and words == "h2d takes 1.50 of the profile's time"
 
 

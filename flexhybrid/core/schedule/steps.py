@@ -1,5 +1,6 @@
 """Steps: the tokens of one mini-batch in one iteration, and the blocks that they read and write, by request."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -245,11 +246,6 @@ class MiniBatchStep:
         return {name: tuple(s for s in read if s.representation == name) for name in ("act", "kv")}
 
     @cached_property
-    def has_on_host(self) -> bool:
-        """Return whether the host attends to a part of the context, and the device to the rest."""
-        return bool(self.on_host) or any(common.on_host for common in self.commons)
-
-    @cached_property
     def shared_segments(self) -> tuple[Segment, ...]:
         return tuple(segment for common in self.commons for segment in common.segments)
 
@@ -312,8 +308,10 @@ def make_step(
     lengths = context, new_tokens, stored if kept is context else None
     stores = _stores(wave, requests, lengths, holdings, window)
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
-    if decodes and ATTENDED_ENTRY in entries.names:
-        commons = tuple(_divided(common) for common in commons)
+    splits = decodes and wave.policy.splits_attention
+    by_device, on_host = _divided(segments) if splits else (tuple(segments), ())
+    if splits:
+        commons = tuple(Common(of.rows, of.first, of.last, *_divided(of.segments)) for of in commons)
     by_blocks = decodes and wave.policy.attention == "host" and not wave.policy.attends_from_disk
     if window and commons and not by_blocks:  # attention on the host applies the window itself
         commons = _commons_in_window(wave.entries, commons, context, window)
@@ -324,8 +322,8 @@ def make_step(
         requests=requests,
         context=context,
         new_tokens=new_tokens,
-        segments=tuple(s for s in segments if not (decodes and s.entry == ATTENDED_ENTRY)),
-        on_host=tuple(s for s in segments if decodes and s.entry == ATTENDED_ENTRY and s.max_tokens),
+        segments=by_device,
+        on_host=on_host,
         stores=stores,
         recomputed=recomputed,
         chunk=chunk,
@@ -342,11 +340,10 @@ def make_step(
     )
 
 
-def _divided(common: Common) -> Common:
-    """Return shared blocks with the segments to which the host attends moved to ``on_host``."""
-    on_host = tuple(segment for segment in common.segments if segment.entry == ATTENDED_ENTRY)
-    others = tuple(segment for segment in common.segments if segment.entry != ATTENDED_ENTRY)
-    return replace(common, segments=others, on_host=on_host)
+def _divided(segments: Sequence[Segment]) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    """Return (segments to which the device attends, those with tokens to which the host attends)."""
+    by_host = tuple(s for s in segments if s.entry == ATTENDED_ENTRY and s.max_tokens)
+    return tuple(s for s in segments if s.entry != ATTENDED_ENTRY), by_host
 
 
 def _commons_in_window(entries: BlockEntries, commons: tuple[Common, ...], context, window: int) -> tuple[Common, ...]:

@@ -16,7 +16,6 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.progress import StopAsked
 from flexhybrid.jobs.run.outlook import Outlook
-from flexhybrid.jobs.run.replanning import TRIED
 from flexhybrid.llm import LLM
 from flexhybrid.requests import Generated, RequestOutput
 from flexhybrid.runner import OnTrace, Replies
@@ -162,7 +161,7 @@ class Batch:
         callbacks = RunControl(
             num_ended=lengths and lengths.ended + lengths.cut,
             on_busy=self.outlook.note_busy if self.outlook else None,
-            timed_iterations=TRIED if self.outlook else 0,
+            timed_iterations=self.outlook.timed_iterations if self.outlook else 0,
             on_start=self.requests.begins,
             on_join=joins,
             on_tokens=self.on_tokens,

@@ -22,7 +22,7 @@ from flexhybrid.jobs.run.answering import Answered, PendingRequests
 from flexhybrid.jobs.run.forecast import WINDOW, Forecast, describe, sorted_by_length
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.jobs.run.outlook import Outlook, batches
-from flexhybrid.jobs.run.replanning import Replanner
+from flexhybrid.jobs.run.replanning import TRIED, Replanner
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 from sim.answer_lengths import ObservedAnswers, with_mean
@@ -196,6 +196,7 @@ class JobLines(PendingRequests):
         if run and run.pace:
             open_wave = batches(self.llm, workload, given)
             outlook = Outlook(run.pace, workload, given, self.options.answer_tokens, self.lengths, open_wave)
+            outlook.timed_iterations = TRIED if self.replanner and self.replanner.trial_s else 0
             self.lengths = outlook.answers
         self.outlook = outlook
         # An outlook ignores lines that are not read yet.

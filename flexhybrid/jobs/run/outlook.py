@@ -112,6 +112,7 @@ class Outlook:
         self.ended_in = np.full(workload.num_requests, -1, np.int32)  #: [requests] last iteration; -1: not ended
         self.num_iterations = 0
         self.busy: dict[int, dict[str, float]] = {}  #: iteration -> resource -> busy seconds up to its end
+        self.timed_iterations = 0  #: first iterations whose tasks a GPU times one by one
         self.line_times: Callable[[], dict[LineKey, LineTimes]] = dict  #: returns the lines' times so far; or nothing
         self._queue: CountedQueue | None = None
         self._counting = threading.Lock()  #: held by the thread that makes an estimate; others use the one before

@@ -98,6 +98,12 @@ def parted(ratios: list[float]) -> bool:
     return len(ratios) == WINDOWS and (min(ratios) > PARTED or max(ratios) < 1 / PARTED)
 
 
+def _times(outlook: Outlook, before: dict[LineKey, LineTimes]) -> dict[LineKey, LineTimes]:
+    """Return the times of lines with tasks since ``before``."""
+    times = {key: of.since(before.get(key, LineTimes())) for key, of in outlook.line_times().items()}
+    return {key: of for key, of in times.items() if of.tasks}
+
+
 class Replanner:
     """Watches the batches of a job whose policy was searched, and searches again if they differ from the prediction.
     ``run``: the policy's prediction. ``trials``: whether the job's first iterations are a trial."""
@@ -112,7 +118,8 @@ class Replanner:
         self._search: Thread | None = None
         self._process: Popen | None = None  #: process of the search
         limit_s = min(TRIAL_S, TRIAL_SHARE * run.total_s)
-        self._trial_s = limit_s if trials and self.hardware and limit_s >= LEAST_TRIAL_S else 0.0  #: 0: no trial
+        tries = trials and self.hardware and limit_s >= LEAST_TRIAL_S
+        self.trial_s = limit_s if tries else 0.0  #: limit of the trial's search; 0: no trial
         self._before: dict[LineKey, LineTimes] = {}  #: the lines' times before the trial
 
     def look(self, outlook: Outlook) -> None:
@@ -125,14 +132,15 @@ class Replanner:
             self._search = None  # the search used the CPU: times measured meanwhile do not count
             outlook.pace = self.run.pace or outlook.pace
             self.watch.begin(outlook.num_iterations)
-        if self._trial_s:
+        if self.trial_s:
             self._try(outlook)
             return
         if (reason := self.watch.look(outlook)) is None:
             return
         hardware = self.hardware
         if parted(self.watch.slower):
-            hardware, _ = self._measured(outlook, self.watch.before[0], statistics.median(self.watch.slower))
+            times = _times(outlook, self.watch.before[0])
+            hardware, _ = self._measured(times, statistics.median(self.watch.slower))
         since = f"after {outlook.answers.num_ended:,} answers, {outlook.num_iterations:,} iterations: {reason}"
         self._ask(outlook, hardware, since, SEARCH_S)
 
@@ -144,11 +152,11 @@ class Replanner:
             self._before = outlook.line_times()
         if now < TRIED or outlook.ends[now] - outlook.ends[SETTLED] < TRIED_S or self.hardware is None:
             return
-        limit_s, self._trial_s = self._trial_s, 0.0
-        slower = outlook.slower(SETTLED)
-        run = self.llm.settled_policy, self._times(outlook, self._before)
-        ratios = resource_ratios(self.hardware, run, LEAST_BUSY * (outlook.ends[now] - outlook.ends[SETTLED]))
-        hardware, words = self._measured(outlook, self._before, slower)
+        limit_s, self.trial_s = self.trial_s, 0.0
+        slower, times = outlook.slower(SETTLED), _times(outlook, self._before)
+        least_s = LEAST_BUSY * (outlook.ends[now] - outlook.ends[SETTLED])
+        ratios = resource_ratios(self.hardware, (self.llm.settled_policy, times), least_s)
+        hardware, words = self._measured(times, slower)
         self.trial = words
         if any(max(ratio, 1 / ratio) > PARTED for ratio in (slower, *ratios.values())):
             self._ask(outlook, hardware, f"after {now} iterations: {words}", limit_s)
@@ -156,24 +164,15 @@ class Replanner:
             self.hardware = hardware
         self.watch.begin(now)
 
-    def _measured(
-        self, outlook: Outlook, before: dict[LineKey, LineTimes], slower: float
-    ) -> tuple[Hardware | None, str]:
-        """Return the machine corrected by the lines' times since ``before``, and a description of the changes.
-        Without measured lines (a GPU measures only a batch's first iterations), the times of the resource that limits
-        the run are multiplied by ``slower``."""
-        times = self._times(outlook, before)
+    def _measured(self, times: dict[LineKey, LineTimes], slower: float) -> tuple[Hardware | None, str]:
+        """Return the machine corrected by the ``times`` of lines, and a description of the changes. Without measured
+        lines (a GPU measures only the trial), the times of the resource that limits the run are multiplied by
+        ``slower``."""
         if self.hardware is None or times:
             hardware = self.hardware and corrected(self.hardware, [(self.llm.settled_policy, times)])
             return hardware, in_words(hardware) if hardware else ""
         binding = self.run.binding
         return self.hardware.scaled({binding: slower}), f"{binding} takes {slower:.2f} of the profile's time"
-
-    @staticmethod
-    def _times(outlook: Outlook, before: dict[LineKey, LineTimes]) -> dict[LineKey, LineTimes]:
-        """Return the times of lines with tasks since ``before``."""
-        times = {key: of.since(before.get(key, LineTimes())) for key, of in outlook.line_times().items()}
-        return {key: of for key, of in times.items() if of.tasks}
 
     def _ask(self, outlook: Outlook, hardware: Hardware | None, reason: str, limit_s: float) -> None:
         """Start a search for the waiting requests, if any, in a thread. The outlook takes their new answer lengths."""

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from flexhybrid.runtime.kernels.shared_attention import add_part
 
 if TYPE_CHECKING:
     from flexhybrid.runtime.kernels.attend_triton import BlockTable
+
+Places = TypeVar("Places")
 
 
 class Group(NamedTuple):
@@ -71,12 +73,19 @@ def extents_of(state: State, task: Task) -> StepExtents:
     step = task.payload.step
     if state.graphs and state.graphs.holds(state, step):
         return state.graphs.fixed(state, task).extents
-    of_step, extents = state.extents.get((task.mini_batch, step.window), (None, None))
+    place = torch.from_numpy if on_host(state) else state.to_device
+    return _once_a_step(state, task, "all", lambda window: step_extents(state, step, window, place))
+
+
+def _once_a_step(state: State, task: Task, which: str, make: Callable[[int | None], Places]) -> Places:
+    """Return ``make(window)`` for the task's step, computed in the first of the layers that have the step."""
+    step = task.payload.step
+    key = task.mini_batch, step.window, which
+    of_step, places = state.extents.get(key, (None, None))
     if of_step is not step:
-        place = torch.from_numpy if on_host(state) else state.to_device
-        extents = step_extents(state, step, state.window_of(task), place)
-        state.extents[task.mini_batch, step.window] = step, extents
-    return cast("StepExtents", extents)
+        places = make(state.window_of(task))
+        state.extents[key] = step, places
+    return cast("Places", places)
 
 
 def memory_names(state: State, segments: Sequence[Segment | None]) -> list[str]:
@@ -102,31 +111,22 @@ def attend_part_on_host(state: State, task: Task) -> None:
 
     Write results and log(denominator) to ``out_strip``; the latter is -inf for a request that sees none of these parts.
     """
-    shape, slot, part = state.shape, task.payload.slot, _host_part(state, task)
+    shape, slot, step = state.shape, task.payload.slot, task.payload.step
+    part = _once_a_step(state, task, "on host", lambda window: _host_part(state, step, window))
     out, queries = state.buffers.out_strip[slot], state.buffers.query_strip[slot, :, shape.kv_width :]
-    batch, width = len(task.payload.step.requests), shape.query_width
+    batch, width = len(step.requests), shape.query_width
     out[:batch, :width], out[:batch, width:] = 0.0, -torch.inf
     if not len(part.rows):
         return
     rows = torch.from_numpy(part.rows)
     memories = [state.buffers.pools[segment.space][task.layer] for segment in part.segments]
     query = queries[rows].unflatten(1, (shape.num_heads, shape.head_dim))
-    attended, sums = part.layout.attend_and_sum(query, memories, state.score_rule(task)._replace(sinks_H=None))
+    attended, sums = part.layout.attend_and_sum(query, memories, state.score_rule(task))
     out[rows, :width], out[rows, width:] = attended.flatten(1), sums.flatten(1)
 
 
-def _host_part(state: State, task: Task) -> HostPart:
-    """Return where the host's part of a step's keys and values is. Computed once per step."""
-    step = task.payload.step
-    key = task.mini_batch, step.window, "host"
-    of_step, part = state.extents.get(key, (None, None))
-    if of_step is not step:
-        part = _make_host_part(state, step, state.window_of(task))
-        state.extents[key] = step, part
-    return cast("HostPart", part)
-
-
-def _make_host_part(state: State, step: MiniBatchStep, window: int | None) -> HostPart:
+def _host_part(state: State, step: MiniBatchStep, window: int | None) -> HostPart:
+    """Return where the host's part of a step's keys and values is."""
     shared = [(common.rows, common.on_host) for common in step.commons if common.on_host]
     of_all = (*step.on_host, *(segment for _, segments in shared for segment in segments))
     blocks_of = {id(segment): segment.block_table.astype(np.int64) for segment in of_all}
