@@ -18,7 +18,7 @@ from policy_search.search import SearchResult, SearchSettings
 from policy_search.search_problem import SearchProblem, pairs_of
 from sim.array_clock import predict
 from sim.cost import hardware_of
-from sim.datasheet import SHARES
+from sim.datasheet import SHARES, left_by_link
 
 TOLERANCE = 0.03  #: the choice depends on a rate if another policy is faster by more than this share
 BISECTIONS = 5  #: steps of the bisection, on a logarithmic scale
@@ -49,20 +49,20 @@ _HOST_LINES = "host_compute", "attend_host"
 #: Key of ``sim.datasheet.SHARES`` -> its rate. Published runs give these ranges: matrix products reach 0.33 of the peak
 #: on a T4 of 70 W (FlexGen's fit) and 0.81 on an RTX 4090 (CAPTURE's act_only rows). Streaming reads reach 0.91 there,
 #: decode attention with its copies 0.39. Links reach 0.76 to 0.88 (KVPR, CAPTURE, FlexGen). No published run shows the
-#: host's rates: assume from a third of one socket's to nearly all memory controllers, and 0.1 to 0.6 of the vector
-#: units.
+#: host's rates: assume from a tenth of the memory's peak (beside a fast link) to nearly all of it, and 0.1 to 0.6 of
+#: the vector units.
 RATES = {
     "gemm": Rate("matrix products", "peak_flops", ("compute", "attend", "attend_prefill"), 0.33, 0.85),
     "memory": Rate("the device's memory", "memory_bytes_per_s", ("compute", "attend_prefill"), 0.65, 0.92),
     "attention_memory": Rate("the device's memory in attention", "memory_bytes_per_s", ("attend",), 0.35, 0.85),
     "link": Rate("the link", "link_bytes_per_s", ("h2d", "d2h"), 0.65, 0.88),
-    "host_memory": Rate("the host's memory in attention", "host_memory_bytes_per_s", _HOST_LINES, 0.15, 0.85),
+    "host_memory": Rate("the host's memory in attention", "host_memory_bytes_per_s", _HOST_LINES, 0.1, 0.85),
     "host_flops": Rate("the host's cores in attention", "host_peak_flops", ("attend_host",), 0.1, 0.6),
 }
 
 
-#: Key of RATES -> shares that files assume: the default; of the host's memory also half of it for two sockets, and 0.6
-#: on InfiniGen's testbed, whose rows were reproduced with it.
+#: Key of RATES -> shares that files assume: the default; of the host's memory also half of it for two sockets, 0.6 on
+#: InfiniGen's testbed, whose rows were reproduced with it, and what a fast link leaves.
 ASSUMED = {name: (SHARES[name],) for name in RATES} | {
     "host_memory": (SHARES["host_memory"], SHARES["host_memory"] / 2, 0.6)
 }
@@ -89,8 +89,18 @@ def assumed_rates(hardware: Hardware) -> dict[str, float]:
     if hardware.rates["kind"] not in ("assumed", "fitted"):
         return {}
     shares = hardware.notes.get("efficiency", {})
-    assumed = (name for name in RATES if shares.get(name) in ASSUMED[name] and hardware.notes.get(RATES[name].peak))
+    assumed = (name for name in RATES if _is_assumed(name, hardware))
     return {name: shares[name] for name in assumed if _changed(hardware, name, 1.0)}
+
+
+def _is_assumed(name: str, hardware: Hardware) -> bool:
+    """Return whether a machine has an assumed share of the peak of rate ``name``."""
+    shares, peak = hardware.notes.get("efficiency", {}), hardware.notes.get(RATES[name].peak)
+    if not peak or name not in shares:
+        return False
+    if name != "host_memory":
+        return shares[name] in ASSUMED[name]
+    return shares[name] in (*ASSUMED[name], left_by_link(hardware.notes["link_bytes_per_s"] * shares["link"], peak))
 
 
 def with_share(hardware: Hardware, name: str, share: float) -> Hardware:

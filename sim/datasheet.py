@@ -19,9 +19,13 @@ from flexhybrid.core.units import parse_bytes
 FORMAT = "flexhybrid-datasheet-1"
 
 #: Assumed shares of the peaks (default). gemm: large matrix products; memory, attention_memory: device memory in
-#: streaming reads and in decode attention; link: long copies; host_memory, host_flops: attention on the host.
+#: streaming reads and in decode attention; link: long copies; host_memory, host_flops: attention on the host
+#: (``Datasheet.host_share`` limits the former).
 SHARES = {"gemm": 0.6, "memory": 0.8, "attention_memory": 0.6, "link": 0.8, "host_memory": 0.35, "host_flops": 0.3}
 OVERHEAD_US = {"compute": 10.0, "link": 10.0, "host": 20.0, "disk": 100.0}  #: microseconds of a task, assumed too
+#: Share of the host memory's peak that the link and attention on the host reach together (as "memory" above), and the
+#: least share that attention keeps beside a busy link. Both are assumed.
+HOST_MEMORY_SHARED, HOST_MEMORY_LEAST = 0.8, 0.1
 SCATTER_GB_PER_S = 20.0  #: copy rate of one host core; in a public STREAM run on a DGX A100 one thread has 28 GB/s
 HOST = {"host_memory_gb_per_s": 51.2, "host_tflops": 1.0}  #: two channels of DDR4-3200; sixteen AVX2 cores at 2 GHz
 KINDS = ("measured", "fitted", "assumed", "stated")
@@ -98,6 +102,13 @@ class Datasheet:
             raise InputError(f"{where}two nodes have host_near_memory and host_far_share, a share of at most 1")
         object.__setattr__(self, "in_place_of", self.in_place_of or self.replaced())
 
+    @property
+    def host_share(self) -> float:
+        """Return the share of the host memory's peak that attention on the host reaches, at most ``left_by_link``."""
+        shares = SHARES | self.shares
+        link = 1e9 * self.link_gb_per_s * shares["link"]
+        return min(shares["host_memory"], left_by_link(link, 1e9 * self.host_memory_gb_per_s))
+
     def by_shares(self) -> dict[str, Line]:
         """Return the lines that follow from peaks and shares, without ``lines``."""
         shares, overhead = SHARES | self.shares, {k: 1e-6 * v for k, v in (OVERHEAD_US | self.overhead_us).items()}
@@ -106,7 +117,7 @@ class Datasheet:
             return Line(overhead[where], 1e-12 / tflops if tflops else 0.0, 1e-9 / gb_per_s if gb_per_s else 0.0)
 
         gemm, copies = self.tflops * shares["gemm"], line("link", gb_per_s=self.link_gb_per_s * shares["link"])
-        host = self.host_memory_gb_per_s * shares["host_memory"]
+        host = self.host_memory_gb_per_s * self.host_share
         lines = {
             "compute": line("compute", gemm, self.memory_gb_per_s * shares["memory"]),
             "attend": line("compute", gemm, self.memory_gb_per_s * shares["attention_memory"]),
@@ -148,7 +159,7 @@ class Datasheet:
             "link_bytes_per_s": 1e9 * self.link_gb_per_s,
             "host_memory_bytes_per_s": 1e9 * self.host_memory_gb_per_s,
             "host_peak_flops": 1e12 * self.host_tflops,
-            "efficiency": SHARES | self.shares,
+            "efficiency": SHARES | self.shares | {"host_memory": self.host_share},
             "rates": {"kind": "assumed", "on": self._shares_in_words(), **self.rates},
             "sources": self.sources,
             "published_fit": self.published_fit,
@@ -185,6 +196,12 @@ class Datasheet:
     def save(self, path: str | Path) -> None:
         """Write the file by rename, so that a reader never sees half a file."""
         write_by_rename(Path(path), self.to_json() + "\n")
+
+
+def left_by_link(link_rate: float, host_peak: float) -> float:
+    """Return the share of the host memory's peak that a busy link leaves; both arguments in bytes/s. The link's copies
+    and attention on the host use the same memory."""
+    return max(HOST_MEMORY_SHARED - link_rate / host_peak, HOST_MEMORY_LEAST)
 
 
 def load_datasheet(path: str | Path) -> Datasheet:
