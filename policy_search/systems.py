@@ -323,7 +323,10 @@ SYSTEMS: dict[str, Entry] = {
     ),
     "infinigen": Entry(_infinigen, _PLAIN_INFINIGEN.options),
     "fastdecode": Entry(_fastdecode, {"gpus": COUNT}),
-    "neo": _preset(presets.neo, {"host": NUMBER}),
+    "neo": _preset(presets.neo, {"host": NUMBER, **_SIZES}),
+    "headinfer": _preset(presets.headinfer, _SIZES),
+    "apt_serve": _preset(presets.apt_serve, {"hidden": NUMBER, **_SIZES}),
+    "xquant": _preset(presets.xquant, {"bits": PACKED, **_SIZES}),
     "hybrid": _preset(presets.hybrid, {"share": NUMBER, **_SIZES}, required="share"),
     "flexgen": Entry(
         _flexgen, {"host_attention": FLAG, "compress": FLAG, "cache": HOST}, reads_lines=True, batches="itself"

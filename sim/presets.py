@@ -195,6 +195,32 @@ def neo(host: float = 0.5, max_mini_batch_tokens: int = 8192) -> Policy:
     return Policy("neo", _RESIDENT, cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
+def xquant(bits: int = 4, max_mini_batch_tokens: int = 8192) -> Policy:
+    """Keep only layer inputs, in ``bits`` bits on the device, and recompute all keys and values from them, as XQuant
+    does (arXiv 2508.10395). It also stores differences between layers and, for grouped queries, projections of the
+    inputs; this policy does neither."""
+    cache, stored = {"act@device": 1.0}, Bits(act=bits)
+    return Policy("xquant", _RESIDENT, cache=cache, bits=stored, max_mini_batch_tokens=max_mini_batch_tokens)
+
+
+def headinfer(max_mini_batch_tokens: int = 8192) -> Policy:
+    """Keep weights on the device and the cache on the host, and attend on the device, as HeadInfer does (arXiv
+    2502.12574). HeadInfer loads the cache by head; here it is loaded by layer, which needs larger buffers."""
+    return Policy("headinfer", _RESIDENT, cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
+
+
+def apt_serve(hidden: float = 0.5, max_mini_batch_tokens: int = 8192) -> Policy:
+    """Keep a share of the context as layer inputs and the rest as keys and values, all on the device, as Apt-Serve does
+    (arXiv 2504.07494).
+
+    Apt-Serve chooses by request; here each request has the share ``hidden`` as layer inputs. Raise InputError for a
+    share outside 0..1.
+    """
+    share = _share(hidden, "apt_serve: the share of layer inputs")
+    cache = {"act@device": share, "kv@device": 1.0 - share}
+    return Policy("apt_serve", _RESIDENT, cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
+
+
 def fastdecode(max_mini_batch_tokens: int = 8192) -> Policy:
     """Keep the cache on the host and attend there, as FastDecode does. ``Implementation.sharers`` is the number of GPUs
     that share the host."""

@@ -45,11 +45,12 @@ LEAST_GAP = 0.005  #: optimality gap above which the margin for staying on the d
 #: Systems that the best policy is compared with.
 LOSSLESS_RIVALS = (
     *("kv_only", "act_only", "hybrid_static", "capture", "flexgen", "flexgen(host_attention=true)", "deepspeed"),
-    *("accelerate", "kvpr_row", "kvpr_column", "token_recompute", "fastdecode", "resident"),
+    *("accelerate", "kvpr_row", "kvpr_column", "token_recompute", "fastdecode", "neo", "headinfer", "apt_serve"),
+    "resident",
 )
 LONGEST = "capture"  #: the system that takes longest to price; the searching process does it, a second one the rest
 #: Systems that change the tokens, shown only with --lossy.
-LOSSY_RIVALS = ("int4", "deepspeed(bits=4)", "flexgen(compress=true)", "h2o", "infinigen")
+LOSSY_RIVALS = ("int4", "xquant", "deepspeed(bits=4)", "flexgen(compress=true)", "h2o", "infinigen")
 #: Systems that are also priced in the bits of a policy found with --lossy.
 IN_ANY_BITS = tuple(name for name in LOSSLESS_RIVALS if SYSTEMS[name.partition("(")[0]].batches == "together")
 #: Systems whose policies are made without a search. They start the search, whose result is never slower than they are.

@@ -27,6 +27,8 @@ TRIED = {
     "token_recompute": {"ratio": (0.1, 0.2, 0.4)},
     "kvpr_row": {"split": ("paper", "pipeline")},
     "kvpr_column": {"split": ("paper", "pipeline")},
+    "neo": {"host": (0.2, 0.4, 0.6, 0.8)},
+    "apt_serve": {"hidden": (0.25, 0.5, 0.75)},
 }
 WEIGHT_SHARES = np.arange(13) / 12  #: a matrix of attention is a twelfth of an OPT layer
 WALKED = 16, 8  #: most choices that are walked, by their bound: among all, and then around the best

@@ -210,7 +210,7 @@ def test_no_system_of_the_papers_is_better(machine_name, batch):
     names = ("kv_only", "act_only", "hybrid_static", "hybrid(0.5)", "deepspeed", "accelerate", "offloaded",
              "fastdecode", "token_recompute(0.3)", "kvpr_row(paper)", "kvpr_row(pipeline)", "kvpr_column(paper)",
              "kvpr_column(pipeline)", "flexgen", "flexgen(host_attention=true)", "capture(balance=paper)",
-             "capture(balance=full)", "resident")  # fmt: skip
+             "capture(balance=full)", "resident", "neo(0.5)", "headinfer", "apt_serve(0.5)")  # fmt: skip
     compared = 0
     for name in names:
         try:
