@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, TIERS
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.policy import BITS, CacheShares, Placement, Policy
 from policy_search.search import SearchSettings
-from policy_search.search_problem import OTHERS, Space
+from policy_search.search_problem import NATIVE, OTHERS, Space
 
 #: Field of a policy -> field of ``Space`` with its choices.
 CHOICES = {
@@ -65,12 +65,19 @@ def with_kept(settings: SearchSettings, texts: Iterable[str]) -> SearchSettings:
         settings = {"weights": _with_weights, "cache": _with_cache, "embedding": _with_embedding}[group](
             settings, table, group in kept
         )
+    if ATTENDED_ENTRY in kept.get("cache", "") and NATIVE not in settings.space.kv_bits:
+        raise InputError(f"--keep cache: the host attends to {ATTENDED_ENTRY} in native bits only, but bits.kv is kept")
     return settings
 
 
 def _with_field(settings: SearchSettings, field: str, text: str) -> SearchSettings:
     """Return the settings with a field fixed that has a single value."""
     value, space = _value(text), settings.space
+    if field == "attention" and isinstance(value, dict):
+        raise InputError(
+            f"--keep attention={text}: the host's share is that of a cache entry: write --keep "
+            f'cache={ATTENDED_ENTRY},kv@host to let the search choose it, or cache={{"entry": share, …}}'
+        )
     if field in CHOICES:
         free_bits = field.startswith("bits") and not space.lossless
         choices = BITS if free_bits else getattr(space, CHOICES[field])

@@ -415,10 +415,11 @@ class Policy:
 
     @staticmethod
     def load(path: str | Path) -> Policy:
-        """Read a policy file. Raise InputError, with the file, for broken JSON, a wrong field or an empty policy."""
+        """Read a policy file; its name is the file's by default. Raise InputError, with the file, for broken JSON, a
+        wrong field or an empty policy."""
         data = load_json(path, "policy file ", object_pairs_hook=named_once)
         try:
-            policy = Policy.from_dict(data)
+            policy = Policy.from_dict({"name": Path(path).stem, **data} if isinstance(data, dict) else data)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         if not data.keys() - {"name", "version"}:

@@ -154,6 +154,11 @@ def test_json_that_is_no_policy_is_refused(tmp_path):
         Policy.load(tmp_path / "latin.json")
 
 
+def test_a_policy_without_a_name_has_its_files(tmp_path):
+    (tmp_path / "mine.json").write_text('{"cache": {"kv@host": 1.0}}')
+    assert Policy.load(tmp_path / "mine.json") == Policy("mine", cache={"kv@host": 1.0})
+
+
 def test_a_policy_is_a_frozen_key_whatever_the_order_of_its_entries():
     one = Policy(cache={"kv@host": 0.25, "act@device": 0.75})
     other = Policy(cache={"act@device": 0.75, "kv@host": 0.25})

@@ -14,7 +14,7 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.workload import Workload
 from policy_search.keep import with_kept
-from policy_search.search import LOSSLESS, SearchSettings, search
+from policy_search.search import FULL, LOSSLESS, SearchSettings, search
 from policy_search.search_problem import PLAIN
 from sim.array_clock import predict
 from sim.candidates import Candidates
@@ -98,6 +98,7 @@ def test_the_rest_is_as_good_as_brute_force():
         ("attention", "write FIELD=VALUE"),
         ("atention=host", "did you mean attention"),
         ("attention=cloud", "unknown value of --keep attention 'cloud'"),
+        ('attention={"host": 0.5, "device": 0.5}', "write --keep cache="),
         ("bits.kv=4", "add --lossy"),
         ("bits.kv=3", "unknown value"),
         ("name=x", "names what it finds"),
@@ -120,6 +121,13 @@ def test_fields_that_cannot_be_kept_are_refused_in_one_line(kept, words):
     with pytest.raises(InputError, match=words) as error:
         found(kept)
     assert "\n" not in str(error.value)
+
+
+def test_the_host_does_not_attend_to_packed_entries():
+    settings = SearchSettings(space=FULL)
+    with_kept(settings, ["cache=attended(kv@host),kv@host"])
+    with pytest.raises(InputError, match="native bits only"):
+        with_kept(settings, ["bits.kv=4", "cache=attended(kv@host),kv@host"])
 
 
 def test_a_field_is_kept_once():
