@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.core.admission import batch_size, check_least, check_longest, first_wave, open_batch
+from flexhybrid.core.admission import Places, batch_size, check_least, check_longest, first_wave, open_batch
 from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.hardware import Hardware
@@ -26,7 +26,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import BufferSizes, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.wave import RequestQueue, Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.requests import CompletionOutput, Generated, RequestCodec, RequestOutput, load_tokenizer
 from flexhybrid.resolve import PacedDevice, named_hardware, pick_device, resolve_policy, resolve_problem, settle_policy
@@ -368,15 +368,8 @@ class Runner:
             self._prepare(workload)
             problem = problem or self.problem
             check_longest(problem, self.settled_policy, workload)
-            self._in_waves = True
-            try:
+            with _freed_on_error(self):
                 yield self._admitted(problem, workload, joining)
-            except BaseException as error:
-                self.release()
-                _release_frames(error)
-                raise
-            finally:
-                self._in_waves = False
 
     def _admitted(
         self, problem: Problem, workload: Workload, joining: RunningRequests | None
@@ -460,6 +453,50 @@ class Runner:
 
     def __exit__(self, *error) -> None:
         self.close()
+
+
+@contextmanager
+def _freed_on_error(runner: Runner) -> Iterator[None]:
+    """Mark the runner as running in the block; an error in it frees all memory and disk space."""
+    runner._in_waves = True
+    try:
+        yield
+    except BaseException as error:
+        runner.release()
+        _release_frames(error)
+        raise
+    finally:
+        runner._in_waves = False
+
+
+@one_thread_at_a_time
+def answer_arrivals(
+    runner: Runner,
+    sizes: Workload,
+    places: Places,
+    begin: Callable[[RequestQueue], None],
+    open_request: OpenRequest,
+    completed: Callable[[int, Generated], None],
+    callbacks: RunControl,
+) -> None:
+    """Answer requests that arrive while their batch runs, until none runs or waits.
+
+    ``sizes``: the expected lengths of as many requests as may come, and those of the largest ones. ``places``: the
+    result of ``batch_size`` for these. ``begin``: called with the empty queue; it sets ``on_iteration``, which writes
+    the lengths of requests that arrive into the queue's workload, and raises ``arrived``. The other arguments are those
+    of ``Runner.answer``, as are the errors; the caller has checked that the largest request fits.
+    """
+    running = RunningRequests(open_request)
+    running.begin(members := np.arange(sizes.num_requests, dtype=np.int32))
+    lengths = Workload(sizes.prompt_tokens.copy(), sizes.max_tokens.copy(), noted=sizes.noted)
+    with _freed_on_error(runner):
+        wave = open_batch(runner.problem, runner.settled_policy, lengths, places, empty=True)
+        assert wave.queue
+        begin(wave.queue)
+        runner.at_a_time = places.count
+        runner.loaded.make_engine(runner.problem, runner.settled_policy, buffer_sizes(wave))
+        result = run_wave(runner.loaded.open_engine, wave, members, running, runner.codec, completed, control=callbacks)
+        runner.graphs = result.graphs
 
 
 def _with_limit(shape: ModelShape, max_model_len: int | None) -> ModelShape:

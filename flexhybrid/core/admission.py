@@ -64,6 +64,7 @@ def open_batch(
     tree: PromptTree | None = None,
     given: Mapping[int, int] = NOTHING_GIVEN,
     gives: bool = True,
+    empty: bool = False,
 ) -> Wave:
     """Return a batch with places for the first requests of the workload; the others wait.
 
@@ -72,7 +73,8 @@ def open_batch(
 
     ``tree``: the requests' prompts (default: ``known_tree``). Equal beginnings share blocks if the policy allows it
     (``may_share``). ``given``: request -> tokens that it has from an earlier batch. Then all requests wait, and
-    contexts are recomputed by joining. ``gives``: False gives no blocks, if only sizes are needed. Raise ValueError for
+    contexts are recomputed by joining. ``gives``: False gives no blocks, if only sizes are needed. ``empty``: the
+    workload only sizes the places, and no request has arrived (``RequestQueue.arrived`` is 0). Raise ValueError for
     ``given`` if the policy does not allow preempted requests to return (``may_grow``).
     """
     count, share, shares_prefixes = places if isinstance(places, Places) else Places(places)
@@ -82,7 +84,8 @@ def open_batch(
     prompts, limits = workload.prompt_tokens[:count], workload.max_tokens[:count]
     first = Workload(prompts.copy(), limits.copy(), noted=workload.noted)  # joining requests overwrite these lengths
     mini_batches, room, paths = _packed(problem, policy, workload, count, tree)
-    if count == num_requests and share == 1 and not any(paths) and not given:
+    waits, gives = empty or bool(given), gives and not empty  # waits: all requests join later
+    if count == num_requests and share == 1 and not any(paths) and not waits:
         return admit(problem, policy, workload, gives=gives)
     planned = Workload(first.prompt_tokens, np.maximum(1, np.ceil(share * first.max_tokens)).astype(np.int64))
     depth = _depth(paths) if room else None
@@ -102,11 +105,11 @@ def open_batch(
     returns = share < 1 or given
     longest = Workload(alone.cached_tokens, np.ones_like(alone.max_tokens)) if returns else alone
     limits = queue_sizes(wave, longest, joins_singly(policy))
-    queue = RequestQueue(workload, following=0 if given else count, given=dict(given))
-    wave = replace(wave, queue=queue, limits=limits, expected_share=share, empty=bool(given))
+    queue = RequestQueue(workload, following=0 if waits else count, given=dict(given), arrived=0 if empty else None)
+    wave = replace(wave, queue=queue, limits=limits, expected_share=share, empty=waits)
     if not gives:
         return wave
-    if given:
+    if waits:
         for k, group in enumerate(wave.mini_batches):
             for place in group[::-1].tolist():
                 leave_place(wave, k, place)

@@ -38,13 +38,21 @@ class RequestQueue:
     on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: called when a request ends
     ended: np.ndarray | None = None  #: numbers of answers that ended before this batch, by tokens
     closes: Callable[[], bool] = lambda: False  #: once it returns True, only preempted requests join
+    arrived: int | None = None  #: requests that have arrived, the first ones of the workload; None: all
+    #: called before the requests of an iteration are chosen; it may raise ``arrived``, and returns whether it did
+    on_iteration: Callable[[], bool] = lambda: False
 
     def first(self, count: int) -> list[int]:
         """Return the first ``count`` waiting requests, or all if there are fewer."""
-        end = min(self.workload.num_requests, self.following + max(0, count - len(self.passed_over)))
+        end = min(self.num_arrived, self.following + max(0, count - len(self.passed_over)))
         self.passed_over += range(self.following, end)
         self.following = end
         return self.passed_over[:count]
+
+    @property
+    def num_arrived(self) -> int:
+        """Return the number of requests that may join or have joined."""
+        return self.workload.num_requests if self.arrived is None else self.arrived
 
     @property
     def is_closed(self) -> bool:
@@ -62,12 +70,12 @@ class RequestQueue:
 
     @property
     def is_empty(self) -> bool:
-        return not self.passed_over and self.following == self.workload.num_requests
+        return not self.passed_over and self.following == self.num_arrived
 
     @property
     def waiting(self) -> np.ndarray:
         """Return the waiting requests, in order."""
-        return np.r_[np.array(self.passed_over, dtype=np.int64), self.following : self.workload.num_requests]
+        return np.r_[np.array(self.passed_over, dtype=np.int64), self.following : self.num_arrived]
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,8 @@ class Scheduler:
         ``stopped``: requests that have ended, or that never run. ``among``: mini-batches whose requests may change; the
         others decode (None: all may change).
         """
+        if self.wave.queue and self.wave.queue.on_iteration():
+            self.full = [False] * len(self.groups)
         members = list(self._members(iteration, stopped, among))
         builds = self._builds(members) if self.wave.sharing else {}
         behind = int(any(len(running) for _, running, _ in members))
