@@ -52,10 +52,12 @@ setup(
         "cascade": ["scikit-learn>=1.3"],  # the handwritten digits of experiments.training.digits
         "structured": ["llguidance>=1.0,<2"],  # for structured outputs: JSON schemas, regular expressions, choices
         "cpu": ["numba>=0.61"],  # compiled kernels for a CPU: attention, packing, blocks' rows
+        # for `flexhybrid serve`; python-multipart for its uploads
+        "serve": ["starlette>=0.40", "uvicorn>=0.30", "prometheus_client", "python-multipart"],
         "tiktoken": ["tiktoken"],  # for tokenizers of that kind without tokenizer.json
         "energy": ["nvidia-ml-py"],  # reads the power of NVIDIA GPUs
         "lm-eval": ["lm_eval>=0.4.10"],  # for flexhybrid.lm_eval_adapter
-        "test": ["pytest", "hypothesis", "pytest-timeout", "pytest-xdist"],
+        "test": ["pytest", "hypothesis", "pytest-timeout", "pytest-xdist", "openai"],
         "lint": ["ruff"],
     },
 )

@@ -22,6 +22,7 @@ from flexhybrid.jobs.paths import check_checkpoint, check_file
 from flexhybrid.jobs.predicting import add_predicting
 from flexhybrid.jobs.progress import lasting_streams, lost_interrupts_again
 from flexhybrid.jobs.run.cli import add_doctor, add_run
+from flexhybrid.serving.cli import add_serve
 
 
 class _Once(argparse.Action):
@@ -113,6 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     profile.set_defaults(run=_profile)
     _add_skew(commands)
     add_run(commands)
+    add_serve(commands)
     add_doctor(commands)
     add_hardware(commands)
     add_predicting(commands)

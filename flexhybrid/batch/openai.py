@@ -189,12 +189,12 @@ class Bodies:
             if not isinstance(body, dict):
                 raise Refused("invalid_body", f"body is {_given(data, 'body')}; it must be an object", "body")
             with refusing():
-                return self._from_body(custom_id, body, data["url"])
+                return self.from_body(custom_id, body, data["url"])
         except Refused as refused:
             refused.custom_id = custom_id
             raise
 
-    def _from_body(self, custom_id: str, body: dict, url: str) -> Draft:
+    def from_body(self, custom_id: str, body: dict, url: str) -> Draft:
         """Return the request of a body. Raise Refused for a field that cannot be served."""
         body = {name: value for name, value in body.items() if value is not None}
         model = body.get("model", self.codec.shape.name)

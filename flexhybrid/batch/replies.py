@@ -25,28 +25,49 @@ def answer_tokens(request: Request, output: RequestOutput) -> int:
 
 def answer_line(number: int, request: Request, output: RequestOutput, created: int) -> bytes:
     """Return the output line that answers input line ``number``. ``created``: Unix time of the job's start."""
+    body = answer_head(number, request, created) | usage_of(request, output)
+    made = (choice_of(request, output, one, number) for one in output.outputs)
+    digest = f"_{request.digest}" * bool(request.digest)
+    before, behind = _line(number, request.custom_id, 200, body, digest).split(b'"choices": []', 1)
+    line = io.BytesIO()  # its getvalue makes no copy
+    line.write(before + b'"choices": [')
+    line.writelines(b", " * (place > 0) + to_json(choice) for place, choice in enumerate(made))  # saves memory
+    line.write(b"]" + behind)
+    return line.getvalue()
+
+
+def answer_body(number: int, request: Request, output: RequestOutput, created: int) -> dict:
+    """Return the body of a request's answer, as ``answer_line`` has it."""
+    choices = [choice_of(request, output, one, number) for one in output.outputs]
+    return answer_head(number, request, created) | {"choices": choices} | usage_of(request, output)
+
+
+def answer_head(number: int, request: Request, created: int) -> dict:
+    """Return the first fields of an answer's body, without choices."""
     chat = request.url == CHAT
-    prompt_tokens = len(output.prompt_token_ids)
-    tokens = answer_tokens(request, output)
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
-    body = {
+    return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{number:08d}",
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": request.model,
         "choices": [],
-        "usage": usage,
     }
-    if chat and output.prompt_logprobs is not None:
-        body["prompt_logprobs"] = _by_id(output.prompt_logprobs)
-    made = (_chat_choice(request, one, number) if chat else _choice(request, output, one) for one in output.outputs)
-    digest = f"_{request.digest}" * bool(request.digest)
-    before, behind = _line(number, request.custom_id, 200, body, digest).split(b'"choices": []', 1)
-    line = io.BytesIO()  # its getvalue makes no copy
-    line.write(before + b'"choices": [')
-    line.writelines(b", " * (place > 0) + _json(choice) for place, choice in enumerate(made))  # saves memory
-    line.write(b"]" + behind)
-    return line.getvalue()
+
+
+def usage_of(request: Request, output: RequestOutput) -> dict[str, object]:
+    """Return the last fields of an answer's body: its token counts, and a chat's prompt_logprobs if requested."""
+    prompt_tokens, tokens = len(output.prompt_token_ids), answer_tokens(request, output)
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+    if request.url == CHAT and output.prompt_logprobs is not None:
+        return {"usage": usage, "prompt_logprobs": _by_id(output.prompt_logprobs)}
+    return {"usage": usage}
+
+
+def choice_of(request: Request, output: RequestOutput, completion: CompletionOutput, number: int) -> dict:
+    """Return the choice of a completion of either endpoint."""
+    if request.url == CHAT:
+        return _chat_choice(request, completion, number)
+    return _choice(request, output, completion)
 
 
 def _choice(request: Request, output: RequestOutput, completion: CompletionOutput) -> dict:
@@ -155,7 +176,7 @@ def error_line(number: int, refused: Refused) -> bytes:
 def _line(number: int, custom_id: str | None, status: int, body: dict, digest: str = "") -> bytes:
     response = {"status_code": status, "request_id": f"req_{number:08d}{digest}", "body": body}
     line = {"id": f"batch_req_{number:08d}", "custom_id": custom_id, "response": response, "error": None}
-    return _json(line) + b"\n"
+    return to_json(line) + b"\n"
 
 
 def renumbered(raw: bytes, number: int, custom_id: str | None) -> bytes:
@@ -165,10 +186,11 @@ def renumbered(raw: bytes, number: int, custom_id: str | None) -> bytes:
     calls = [call for choice in body["choices"] for call in choice.get("message", {}).get("tool_calls", ())]
     for named, field in [(line["response"], "request_id"), *((one, "id") for one in (line, body, *calls))]:
         named[field] = named[field].replace(old, f"{number:08d}", 1)
-    return _json(line | {"custom_id": custom_id}) + b"\n"
+    return to_json(line | {"custom_id": custom_id}) + b"\n"
 
 
-def _json(value: dict) -> bytes:
+def to_json(value: dict) -> bytes:
+    """Return the value as JSON in UTF-8."""
     try:
         return json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can escape but UTF-8 cannot encode

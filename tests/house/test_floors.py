@@ -67,7 +67,8 @@ FLOORS = {
     "flexhybrid": Floor(
         names(
             "flexhybrid flexhybrid.arguments flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
-            "numpy pandas torch transformers tokenizers safetensors tqdm pyarrow ray lm_eval"
+            "numpy pandas torch transformers tokenizers safetensors tqdm pyarrow ray lm_eval starlette uvicorn "
+            "prometheus_client"
         ),
         lazily=names("experiments figures jinja2 scipy"),  # experiments: flexhybrid.cli alone (the reproduce command)
         must_not_load=("torch", "transformers", "scipy", "pandas", "matplotlib", "ray"),

@@ -6,7 +6,7 @@ from flexhybrid.core.model.generation_config import default_sampling
 from flexhybrid.core.model.shape import checkpoint_folder
 from flexhybrid.jobs.run.options import RunOptions, check_options, journal_of
 
-#: Sampling parameters that ``run`` takes for all requests: name, type, help.
+#: Sampling parameters that ``run`` and ``serve`` take for all requests: name, type, help.
 SAMPLING = (
     ("max_tokens", int, "most tokens of an answer", "16; for chats: the remaining context"),
     ("temperature", float, "0 takes the most probable token", "1"),
@@ -28,14 +28,24 @@ def add_run(commands) -> None:
     add_options(parser, RunOptions)
     add_options(parser, LLMArguments)
     add_budgets(parser, "what is free")
-    for name, kind, meaning, default in SAMPLING:
-        text = f"{meaning}, for requests that do not set it (default: {default})"
-        parser.add_argument(flag(name), type=kind, help=text)
+    add_sampling(parser)
     parser.set_defaults(run=_run)
 
 
+def add_sampling(parser) -> None:
+    """Add the flags of SAMPLING."""
+    for name, kind, meaning, default in SAMPLING:
+        text = f"{meaning}, for requests that do not set it (default: {default})"
+        parser.add_argument(flag(name), type=kind, help=text)
+
+
+def sampling_from(args) -> dict:
+    """Return the sampling parameters that were given as flags."""
+    return {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
+
+
 def _run(args) -> dict:
-    named = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
+    named = sampling_from(args)
     llm = options_from(LLMArguments, args, budgets=budgets_from(args))
     defaults = default_sampling(checkpoint_folder(args.model), llm.generation_config)
     table = args.output if args.output.suffix.lower() == ".parquet" else None

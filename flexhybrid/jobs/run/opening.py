@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import AnswerFile
@@ -68,8 +68,21 @@ def earlier_numbers(output: Path) -> dict:
     return numbers if isinstance(numbers, dict) else {}
 
 
+class ModelCommand(Protocol):
+    """The options of a command that runs a model."""
+
+    @property
+    def llm(self) -> LLMArguments: ...
+
+    @property
+    def reprofile(self) -> bool: ...
+
+    @property
+    def quiet(self) -> bool: ...
+
+
 def model_arguments(
-    options: RunOptions, earlier: dict, replicas: Replicas | None
+    options: ModelCommand, earlier: dict, replicas: Replicas | None
 ) -> tuple[LLMArguments, Callable[[], Hardware] | None]:
     """Return the model's arguments with budgets and hardware record, and a function that measures the machine.
     Budgets that are not given are the free memory, divided by the executors of a machine. The function is None if no

@@ -83,17 +83,21 @@ class RunOptions:
 
     def chat_rules(self) -> ChatRules:
         """Return the rules for chats. Raise InputError if the template or its variables cannot be read."""
-        template = None
-        if self.chat_template:
-            with file_errors(f"read {self.chat_template}"):
-                template = self.chat_template.read_text(encoding="utf-8")
-        text, variables = self.chat_template_kwargs, None
-        if text is not None:
-            variables = parse_json(text, "--chat-template-kwargs")
-            check(
-                "--chat-template-kwargs", text, isinstance(variables, dict), 'an object like {"enable_thinking": false}'
-            )
-        return ChatRules(self.chat, self.system_prompt, template, variables)
+        rules = read_chat_rules(self.chat_template, self.chat_template_kwargs)
+        return ChatRules(self.chat, self.system_prompt, *rules)
+
+
+def read_chat_rules(path: Path | None, text: str | None) -> tuple[str | None, dict | None]:
+    """Return the chat template of a file, and its variables from a JSON text. Raise InputError if unreadable."""
+    template = variables = None
+    if path:
+        with file_errors(f"read {path}"):
+            template = path.read_text(encoding="utf-8")
+    if text is not None:
+        variables = parse_json(text, "--chat-template-kwargs")
+        wanted = 'an object like {"enable_thinking": false}'
+        check("--chat-template-kwargs", text, isinstance(variables, dict), wanted)
+    return template, variables
 
 
 def journal_of(table: Path) -> Path:

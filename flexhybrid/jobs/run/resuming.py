@@ -50,7 +50,7 @@ def resume(lines: JobLines, settle: Callable[[], None], say: Callable[[str], Non
                 file.check(states)
         manifest = earlier
     settle()
-    now["numbers"] = _numbers(llm)
+    now["numbers"] = numbers_of(llm)
     if starts_over:
         if (left := (earlier or {}).get("errors")) and left != now["errors"]:
             # The manifest does not name its folder: a file of that name may be another job's.
@@ -96,12 +96,12 @@ def _identity(lines: JobLines, given_input: dict) -> dict:
         "columns": {"prompt": options.column, "custom_id": options.id_column},
         **({"chat": chat} if any(chat.values()) else {}),
         "errors": options.errors.name if options.errors else None,
-        "numbers": _numbers(llm),
+        "numbers": numbers_of(llm),
         "versions": {name: module.__version__ for name, module in VERSIONED.items()} | grammar_version(),
     }
 
 
-def _numbers(llm: LLM) -> dict:
+def numbers_of(llm: LLM) -> dict:
     """Return the settings that decide rounding and the attended tokens, as plain JSON."""
     bits = llm.policy.bits if llm.policy else None
     return {

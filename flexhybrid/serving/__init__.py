@@ -1,0 +1,1 @@
+"""``flexhybrid serve``: OpenAI's HTTP API over a running batch."""

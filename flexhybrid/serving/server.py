@@ -1,0 +1,149 @@
+"""The job of ``flexhybrid serve``: opens the model, and serves it until a signal."""
+
+import asyncio
+import contextlib
+import copy
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, replace
+
+import numpy as np
+import uvicorn
+from starlette.routing import Route
+
+from flexhybrid.batch.manifest import model_record
+from flexhybrid.batch.openai import Bodies, check_template
+from flexhybrid.core.errors import InputError
+from flexhybrid.jobs.machine import return_freed_memory
+from flexhybrid.jobs.run.forecast import describe
+from flexhybrid.jobs.run.opening import model_arguments, needs_no_search
+from flexhybrid.jobs.run.resuming import numbers_of
+from flexhybrid.llm import LLM
+from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.sampling_params import MOST_LOGPROBS, SamplingParams, noted_bytes
+from flexhybrid.serving.app import Api, make_app
+from flexhybrid.serving.batches import Batches, FilesApi, Folder
+from flexhybrid.serving.calls import Calls
+from flexhybrid.serving.live import LiveBatch, sizes_of
+from flexhybrid.serving.metrics import Metrics
+from flexhybrid.serving.options import LOCAL, ServerOptions
+
+MOST_CONTEXT = 8192  #: default of --max-model-len: room for the longest request is always reserved
+EXPECTED_RUNNING = 256  #: answers at a time for which policy auto is searched, unless --max-num-seqs is lower
+DRAIN_S = 5.0  #: seconds that a stop waits beyond --request-timeout
+
+
+def serve(options: ServerOptions, say: Callable[[str], None] = print) -> dict:
+    """Serve until SIGTERM or SIGINT, then finish the requests that run; return {"exit_status"}.
+    Raise InputError if the address is in use, or the model cannot run."""
+    return_freed_memory()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(_listener(options.host, options.port))
+        llm = stack.enter_context(_opened(options))
+        rules = options.chat_rules()
+        if rules.template:
+            check_template(rules.template, f"--chat-template {options.chat_template}")
+        metrics = Metrics(options.name)
+        noted = noted_bytes(SamplingParams(logprobs=MOST_LOGPROBS), 0, llm.shape.max_context)
+        sizes = sizes_of(llm.shape.max_context, options.input_len, options.output_len, noted)
+        live = LiveBatch(llm, sizes, metrics.generated)
+        llm.load()
+        decoder = replace(llm.codec, tokenizer=copy.deepcopy(llm.codec.tokenizer))
+        calls = Calls(live, Bodies(llm.codec, options.sampling, rules), decoder, metrics, [options.name])
+
+        api, routes, batches = Api(calls, options), list[Route](), None
+        if options.files_dir:
+            folder = stack.enter_context(contextlib.closing(Folder(options.files_dir)))
+            identity = {"model": model_record(llm.checkpoint.path, False), "numbers": numbers_of(llm)}
+            batches = Batches(folder, calls, identity | {"sampling": options.sampling, "chat": asdict(rules)})
+            routes = FilesApi(api, batches).routes()
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_app) -> AsyncIterator[None]:
+            def failed() -> None:
+                calls.fail()
+                server.should_exit = True
+
+            live.start(failed)
+            if batches:
+                batches.resume()
+            try:
+                yield
+            finally:
+                if batches:
+                    await batches.close()
+                await asyncio.to_thread(live.close)
+
+        wait_s = int(options.request_timeout + DRAIN_S)
+        server = _Server(
+            uvicorn.Config(
+                make_app(api, lifespan, routes),
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=wait_s,
+            )
+        )
+        host, port = listener.getsockname()[:2]
+        policy = describe(llm.settled_policy, llm.problem)
+        say(f"policy     {policy}; up to {live.places.count:,} answers of {llm.shape.max_context:,} tokens at a time")
+        if options.host not in LOCAL and not options.api_key:
+            say("warning    other machines reach this server, and it has no --api-key")
+        server.ready = lambda: say(f"serving    {options.name} at http://{host}:{port}/v1")
+        with _signals_returned():
+            server.run([listener])
+        if live.error:
+            raise InputError(f"the engine has failed: {live.error}") from live.error
+        say("stopped    all requests are complete")
+    return {"exit_status": 0}
+
+
+class _Server(uvicorn.Server):
+    ready: Callable[[], None]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready()
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket with this address, which does not listen yet. Raise InputError if it is in use."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise InputError(f"cannot listen at {host}, port {port}: {error.strerror}; give another --port") from None
+    return listener
+
+
+@contextlib.contextmanager
+def _signals_returned():
+    """Ignore the signals that end the server, which it sends to itself once it has ended."""
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _opened(options: ServerOptions) -> LLM:
+    """Return the model under a policy for the expected requests."""
+    arguments, measure = model_arguments(options, {}, None)
+    if arguments.max_model_len is None:
+        context = min(Checkpoint(arguments.model).shape.max_context, MOST_CONTEXT)
+        arguments = replace(arguments, max_model_len=context)
+    llm = LLM.from_arguments(arguments)
+    count = min(options.max_num_seqs or EXPECTED_RUNNING, EXPECTED_RUNNING)
+    sizes = sizes_of(llm.shape.max_context, options.input_len, options.output_len)
+    begins = sizes.select(np.r_[:count, -2:0])
+    if measure and (options.reprofile or not needs_no_search(llm, begins)):
+        llm.know(measure())
+    policy = llm.settle(begins)
+    if options.max_num_seqs:
+        llm.use(replace(policy, max_batch=min(options.max_num_seqs, policy.max_batch or options.max_num_seqs)))
+    return llm
