@@ -20,7 +20,8 @@ setup(
     ),
     package_data={
         "sim": ["catalogue/*.json"],
-        "flexhybrid": ["shipped/*.txt", "shipped/*/*", "core/context/*.csv"],
+        "flexhybrid": ["shipped/*.txt", "shipped/*/*", "core/context/*.csv", "jobs/run/report.html"],
+        "figures": ["report.css"],
         "experiments": [
             *("checkpoints/**/*", "grid.toml", "reference/*.csv", "reference/README.md"),
             *("reproduce/*.csv", "reproduce/notes/*.md", "reproduce/report.*"),

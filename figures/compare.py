@@ -1,5 +1,6 @@
 """Figures of the comparison: throughput against ACT share, an iteration's timeline, the parts of a decode step."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib import pyplot as plt
@@ -82,17 +83,21 @@ def throughput(
 
 @style()
 def timeline(path: Path, traces: dict, iteration: int, title: str) -> None:
+    """Write the figure of ``draw_timeline``."""
+    save(draw_timeline(traces, iteration, title), path)
+
+
+def draw_timeline(traces: Mapping[str, list], iteration: int, title: str):
     """Draw one iteration and the edges of its neighbours: link and compute rows, the first trace above the second.
 
     ``traces``: name -> events (task, start_s, end_s) in stream order. Iteration i begins where the last sample of
     iteration i - 1 ends; a tenth of its length is shown on either side.
     """
-    figure, panels = plt.subplots(
-        len(traces), 1, sharex=True, figsize=(11, 2.0 * len(traces) + 0.6), constrained_layout=True
-    )
+    size = (11, 2.0 * len(traces) + 0.6)
+    figure, panels = plt.subplots(len(traces), 1, sharex=True, figsize=size, constrained_layout=True, squeeze=False)
     used: set[str] = set()
     left = right = 0.0
-    for axes, (name, trace) in zip(panels, traces.items(), strict=True):
+    for axes, (name, trace) in zip(panels[:, 0], traces.items(), strict=True):
         ends = {}
         for task, _, end in trace:
             if task.verb == "sample":
@@ -114,11 +119,11 @@ def timeline(path: Path, traces: dict, iteration: int, title: str) -> None:
         axes.set_yticks([-y for y in range(len(SHOWN_ROWS))], [label for _, label in SHOWN_ROWS])
         axes.set_title(f"{name}: iteration {iteration}, {(end - begin) * 1e3:.0f} ms", fontsize=9, loc="left")
     figure.suptitle(title, fontsize=9)
-    panels[-1].set_xlim(left, right)
-    panels[-1].set_xlabel("ms; paler bars belong to the neighbouring iterations")
+    panels[-1, 0].set_xlim(left, right)
+    panels[-1, 0].set_xlabel("ms; paler bars belong to the neighbouring iterations")
     shown = [Patch(color=color, label=verb) for verb, color in VERB_COLORS.items() if verb in used]
     figure.legend(handles=shown, ncol=len(shown), loc="outside lower center", fontsize=8, frameon=False)
-    save(figure, path)
+    return figure
 
 
 @style()

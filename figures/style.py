@@ -30,7 +30,7 @@ RC = {
     "pdf.fonttype": 42,
 }
 #: What a file says of itself: nothing that differs from run to run.
-_METADATA = {
+METADATA = {
     "png": {"Software": None},
     "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
     "svg": {"Date": None, "Creator": None},
@@ -64,7 +64,7 @@ def rendered(figure) -> dict[str, bytes]:
     files = {}
     for ending in FORMATS:
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=ending, dpi=DPI, metadata=_METADATA[ending])
+        figure.savefig(buffer, format=ending, dpi=DPI, metadata=METADATA[ending])
         files[ending] = buffer.getvalue()
     plt.close(figure)
     return files

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from jinja2 import Environment
 
+import figures
 from experiments import reference
 from experiments.reproduce.experiment import ASIDE, ErrorSummary, Experiment, summary
 from experiments.reproduce.paper import PAPERS, Paper, as_csv, compared, far_off
@@ -154,8 +155,8 @@ def _macros() -> dict:
     environment.globals |= {"quoted": quoted, "notes": notes, "missing": MISSING, "aside": ASIDE, "folded": FOLDED}
     bounds = [f"{bound:.0%}" for bound in BOUNDS]
     environment.globals["labels"] = [*(f"up to {bound}" for bound in bounds), f"beyond {bounds[-1]}"]
-    style, html = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("report.css", "report.html"))
-    environment.globals["style"] = style
+    environment.globals["style"] = Path(figures.__file__).with_name("report.css").read_text(encoding="utf-8")
+    html = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     return vars(environment.from_string(html).module)
 
 

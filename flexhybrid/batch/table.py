@@ -1,9 +1,12 @@
-"""Writes the answers of a finished job as a Parquet table, from its journal, the file of answers."""
+"""Writes the answers of a finished job as a table, CSV or Parquet, from its journal, the file of answers."""
 
+import csv
+import io
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from flexhybrid.batch.replies import parse_answer
 from flexhybrid.core.errors import file_errors
@@ -18,12 +21,26 @@ COLUMNS = {
 
 
 def write_table(journal: Path, path: Path) -> None:
-    """Write a row for each line of the journal, in its order. If that fails, an existing table stays as it is."""
+    """Write a row for each line of the journal, in its order, as CSV or Parquet by the path's ending. If that fails, an
+    existing table stays as it is."""
+    with new_file(path) as file:
+        if path.suffix.lower() == ".csv":
+            text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+            rows = csv.DictWriter(text, list(COLUMNS))
+            rows.writeheader()
+            for group in _groups(journal):
+                rows.writerows(group)
+            text.detach()
+        else:
+            _write_parquet(journal, file)
+
+
+def _write_parquet(journal: Path, file: IO[bytes]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
     schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMNS.items()])
-    with new_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
+    with parquet.ParquetWriter(file, schema) as writer:
         for group in _groups(journal):
             writer.write_table(pa.Table.from_pylist(group, schema))
 

@@ -232,16 +232,15 @@ LANE_COLUMNS = {
 }  # fmt: skip
 
 
-def lane_table(lanes: Mapping[str, LaneTimes]) -> list[str]:
-    """Return the rows of a Markdown table with a row for each lane: milliseconds and counts of ``LaneTimes``."""
-    lines = [f"| lane | tasks | {', ms | '.join(LANE_COLUMNS)}, ms | slept | lost its processor |"]
-    lines += ["| --- |" + " ---: |" * (len(LANE_COLUMNS) + 3)]
+def lane_table(lanes: Mapping[str, LaneTimes]) -> list[list[str]]:
+    """Return a table's head, and a row for each lane: milliseconds and counts of ``LaneTimes``."""
+    table = [["lane", "tasks", *(f"{name}, ms" for name in LANE_COLUMNS), "slept", "lost its processor"]]
     for name, times in lanes.items():
         seconds = [getattr(times, field) for field in LANE_COLUMNS.values()]
         cells = ["" if value is None else f"{1e3 * value:.1f}" for value in seconds]
         counts = ["" if count is None else f"{count:,}" for count in (times.wake_ups, times.preemptions)]
-        lines.append(f"| {name} | {times.tasks:,} | {' | '.join([*cells, *counts])} |")
-    return lines
+        table.append([name, f"{times.tasks:,}", *cells, *counts])
+    return table
 
 
 def save_chrome_trace(

@@ -186,7 +186,7 @@ def test_a_run_far_from_its_prediction_suggests_a_new_profile(tiny, tmp_path, ca
 def test_a_stopped_run_counts_all_tokens_and_suggests_no_profile(left):
     """Its 2,000 tokens came at the predicted rate, but few answers were complete."""
     options = SimpleNamespace(llm=SimpleNamespace(hardware=None), restart=False, output="out.jsonl")
-    vars(options).update(dict.fromkeys(("parquet", "errors", "trace", "report")))
+    vars(options).update(dict.fromkeys(("table", "errors", "trace", "report")))
     counts = {"lines": 9, "answered": 9 - left, "refused": 0, "left": left, "blank": 0, "done_before": 0}
     work = Effort(1000.0, 20.0, None, 1900 if left else 0, 1000.0)
     llm, said = SimpleNamespace(num_shared=0, graphs=""), []

@@ -1,5 +1,6 @@
 """Test `flexhybrid run`: every line of the input is answered once; formats, errors, interrupts and order."""
 
+import base64
 import contextlib
 import errno
 import json
@@ -9,8 +10,10 @@ import shutil
 import signal
 import sys
 import time
+from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import faults
 import numpy as np
@@ -40,7 +43,9 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run import opening
+from flexhybrid.jobs.run import report as report_module
 from flexhybrid.jobs.run.forecast import forecast, sorted_by_length
+from flexhybrid.jobs.run.report import Samples
 from flexhybrid.runtime.engine import Engine
 from sim.presets import CAPTURE_MINI_BATCH_TOKENS
 from tests.forced.run_memory import answer_at_once
@@ -654,7 +659,8 @@ def test_an_output_path_must_have_the_ending_of_its_format(tiny, tmp_path, capsy
     for ending in (".csv", ".tsv", ".xlsx", ".html", ".pdf", ".jsonl.gz", ".zst", ".parquet", ".md", ".jsonl", ".json"):
         path = tmp_path / f"answers{ending}"
         out = path if option == "-o" else tmp_path / "out.jsonl"
-        if ending in (own, own[:5]) or option == "-o" and ending == ".parquet":
+        tables = {"-o": (".parquet", ".csv"), "--report": (".html",)}.get(option, ())
+        if ending in (own, own[:5], *tables):
             continue
         assert run(source, out, tiny, *([] if option == "-o" else [option, str(path)])) == 2
         error = capsys.readouterr().err
@@ -810,6 +816,53 @@ def test_a_trace_and_a_report_on_request(tiny, source, out, tmp_path, capsys):
     assert run(source, out, tiny, *asked) == 0 and "trace      nothing ran" in capsys.readouterr().out
     assert not (tmp_path / "trace.json").exists() and (tmp_path / "report.md").read_text() == page, "nothing ran"
     assert run(source, out, tiny, "--trace", str(source)) == 2 and "the same file" in capsys.readouterr().err
+
+
+class _Page(HTMLParser):
+    """The open elements, and all texts and attributes, of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.texts, self.tags = list[str](), list[str](), list[tuple[str, dict]]()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.open += [tag] if tag not in ("meta", "img") else []
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_a_report_in_html_needs_nothing_else_and_escapes_the_input(tiny, source, out, tmp_path):
+    evil = "<script>alert('x')</script>"
+    source.write_text(
+        source.read_text() + json.dumps({**json.loads(line("r98")), "custom_id": evil, "url": "/v2"}) + "\n"
+    )
+    known_machine().save(tmp_path / "cache/hardware-cpu.json")
+    assert run(source, out, tiny, "--report", str(tmp_path / "report.html")) == 0
+    page = _Page((tmp_path / "report.html").read_text())
+    assert page.open == [] and evil in page.texts and "script" not in {tag for tag, _ in page.tags}
+    pictures = [attrs["src"] for tag, attrs in page.tags if tag == "img"]
+    assert len(pictures) >= 3 and all(source.startswith("data:image/svg+xml;base64,") for source in pictures)
+    for picture in pictures:
+        ElementTree.fromstring(base64.b64decode(picture.partition(",")[2]))
+    assert not any({"href", "onload"} & attrs.keys() for _, attrs in page.tags)
+    assert any("answered" in text for text in page.texts) and "step" in page.texts
+
+
+def test_samples_stay_few_and_evenly_apart(monkeypatch):
+    seconds = iter(range(100_000))
+    monkeypatch.setattr(report_module.time, "monotonic", lambda: float(next(seconds)))
+    samples = Samples()
+    for number in range(50_000):
+        samples.add(number)
+    apart = np.diff([row[0] for row in samples.rows])
+    assert 200 < len(samples.rows) <= 601 and apart.max() <= 2 * apart.min()
+    assert samples.rows[0][1] == 0 and all(row[2] > 0 for row in samples.rows)
 
 
 @pytest.mark.parametrize(

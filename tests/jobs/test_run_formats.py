@@ -18,6 +18,7 @@ from flexhybrid import LLM, InputError, shipped
 from flexhybrid.batch import table as table_module
 from flexhybrid.batch.formats import Columns, format_of, open_lines
 from flexhybrid.core.errors import InputError as Wrong
+from flexhybrid.jobs.run.options import journal_of
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 PROMPTS = ["def close(self):", 'a "quoted", text\nof two lines', "import os"]
@@ -280,9 +281,10 @@ def test_an_unused_chat_template_is_noted(asked, tmp_path, capsys):
     assert "not used" not in capsys.readouterr().err and asked == ["</s>import", "<user>import<assistant>"]
 
 
-def test_answers_in_parquet_are_made_from_the_journal(asked, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("form", ["parquet", "csv"])
+def test_answers_in_a_table_are_made_from_the_journal(asked, tmp_path, capsys, monkeypatch, form):
     """The file is complete or absent. After a failure the same command writes it."""
-    source, out = tmp_path / "in.txt", tmp_path / "out.parquet"
+    source, out = tmp_path / "in.txt", tmp_path / f"out.{form}"
     source.write_text("import\n\ndef f():\n")
     write, rows = table_module._row, []
 
@@ -294,12 +296,12 @@ def test_answers_in_parquet_are_made_from_the_journal(asked, tmp_path, capsys, m
 
     monkeypatch.setattr(table_module, "_row", failing)
     assert run(source, out) == 1 and "No space left" in capsys.readouterr().err
-    assert not out.exists() and not list(tmp_path.glob("*.partial")) and len(read(tmp_path / "out.parquet.jsonl")) == 3
+    assert not out.exists() and not list(tmp_path.glob("*.partial")) and len(read(journal_of(out))) == 3
     monkeypatch.setattr(table_module, "_row", write)
     monkeypatch.setattr(table_module, "ROWS", 2)
     assert run(source, out) == 0 and len(asked) == 2
     assert str(out) in capsys.readouterr().out
-    frame, journal = pd.read_parquet(out), read(tmp_path / "out.parquet.jsonl")
+    frame, journal = getattr(pd, f"read_{form}")(out).fillna({"text": ""}), read(journal_of(out))
     assert frame.line.tolist() == [1, 2, 3] and frame.custom_id.tolist() == ["line-1", "line-2", "line-3"]
     assert frame.status_code.tolist() == [200, 400, 200] and "the prompt is empty" in frame.error[1]
     assert [json.loads(text) for text in frame.response] == [row["response"]["body"] for row in journal]

@@ -4,7 +4,7 @@ from flexhybrid.arguments import DEVICES, LLMArguments, add_budgets, add_options
 from flexhybrid.core.errors import flag
 from flexhybrid.core.model.generation_config import default_sampling
 from flexhybrid.core.model.shape import checkpoint_folder
-from flexhybrid.jobs.run.options import RunOptions, check_options, journal_of
+from flexhybrid.jobs.run.options import TABLES, RunOptions, check_options, journal_of
 
 #: Sampling parameters that ``run`` and ``serve`` take for all requests: name, type, help.
 SAMPLING = (
@@ -48,7 +48,7 @@ def _run(args) -> dict:
     named = sampling_from(args)
     llm = options_from(LLMArguments, args, budgets=budgets_from(args))
     defaults = default_sampling(checkpoint_folder(args.model), llm.generation_config)
-    table = args.output if args.output.suffix.lower() == ".parquet" else None
+    table = args.output if args.output.suffix.lower() in TABLES else None
     output = journal_of(table) if table else args.output
     options = options_from(
         RunOptions,
@@ -58,7 +58,7 @@ def _run(args) -> dict:
         checkpoint_sampling=defaults,
         quiet=args.quiet or args.json,
         output=output,
-        parquet=table,
+        table=table,
     )
     check_options(options)  # before imports that take seconds
 

@@ -21,6 +21,7 @@ from flexhybrid.batch.requests import LineReader, LineRules
 from flexhybrid.batch.table import write_table
 from flexhybrid.core.errors import DiskError, InputError, stray_error
 from flexhybrid.core.hardware import Hardware, load_hardware
+from flexhybrid.core.memory import kept_shares
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import LaneTimes, TraceEvent, save_chrome_trace
 from flexhybrid.core.units import counted
@@ -45,7 +46,7 @@ from flexhybrid.jobs.run.opening import (
 from flexhybrid.jobs.run.options import RunOptions, check_options
 from flexhybrid.jobs.run.outcome import Effort, Outcome, resume_command
 from flexhybrid.jobs.run.replanning import Replanner
-from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report
+from flexhybrid.jobs.run.report import Refusals, RunReport, Samples, clocks
 from flexhybrid.jobs.run.resuming import resume
 from flexhybrid.llm import LLM
 from flexhybrid.resolve import settle_policy
@@ -160,18 +161,37 @@ class Job:
         stopped = outcome.stopped
         for file in lines.files.values():
             file.finish()
-            if (options.ordered or options.parquet) and not stopped:
+            if (options.ordered or options.table) and not stopped:
                 file.sort(index.num_lines)
-        if options.parquet and not stopped:
-            write_table(lines.answers.path, options.parquet)
+        if options.table and not stopped:
+            write_table(lines.answers.path, options.table)
         outcome.say(say, time.time() - began)
         machine, policy = self.llm.hardware, self.llm.policy
         traces = clocks(self.trace, machine.at_work(policy) if machine and policy else None)
         if options.trace and traces:
             save_chrome_trace(options.trace, traces, self.lanes)
         if options.report and (work or not options.report.exists()):
-            write_report(options.report, printed, self.manifest, refusal_codes(lines.errors.path), traces, self.lanes)
+            self._report(printed, traces).save(options.report)
         return outcome.record()
+
+    def _report(self, printed: list[str], traces: dict[str, list[TraceEvent]]) -> RunReport:
+        """Return the run's report. ``printed``: lines of the plan and the summary."""
+        lines, plan, policy = self.lines, self.lines.plan, self.llm.settled_policy
+        shares = {"weights": kept_shares(self.llm.problem, policy)}
+        shares |= {"context": dict(policy.cache)} if self.llm.shape.attending else {}
+        answered = np.flatnonzero(lines.answer_tokens)
+        return RunReport(
+            printed=printed,
+            manifest=self.manifest,
+            refusals=Refusals.of(lines.errors.path),
+            traces=traces,
+            lanes=self.lanes,
+            policy=policy.to_dict(),
+            shares=shares,
+            samples=lines.samples or Samples(),
+            predicted_rate=plan.expected_tokens / plan.seconds if plan and plan.seconds else None,
+            lengths=(lines.index.prompt_tokens[answered], lines.answer_tokens[answered]),
+        )
 
     def _outcome(self, work: Effort | None) -> Outcome:
         states = {"answered": ANSWERED, "refused": FAILED, "left": PENDING, "blank": BLANK}
@@ -185,7 +205,7 @@ class Job:
     def _answer(self, say: Callable[[str], None]) -> Effort:
         """Plan and answer the pending requests, until a stop is requested."""
         options, lines, plan = self.options, self.lines, self._plan(say)
-        lines.plan = plan
+        lines.plan, lines.samples = plan, Samples() if options.report else None
         if plan.run and self.replicas is None and options.llm.policy == "auto" and options.replan:
             lines.replanner = Replanner(self.llm, plan.run, options.max_batch, options.trials)
         if self.replicas is None:

@@ -23,6 +23,7 @@ from flexhybrid.jobs.run.forecast import WINDOW, Forecast, describe, sorted_by_l
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.jobs.run.outlook import Outlook, batches
 from flexhybrid.jobs.run.replanning import TRIED, Replanner
+from flexhybrid.jobs.run.report import Samples
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 from sim.answer_lengths import ObservedAnswers, with_mean
@@ -52,6 +53,9 @@ class JobLines(PendingRequests):
         self.outlook: Outlook | None = None  #: estimates for the running batch
         self.replanner: Replanner | None = None  #: None if the policy was not searched
         self.replanned: list[str] = []  #: descriptions of policy changes during the run
+        self.samples: Samples | None = None  #: None without a report
+        #: [lines] tokens of the answers that this run has written, for a report; empty without one
+        self.answer_tokens = np.zeros(self.index.num_lines if options.report else 0, dtype=np.int32)
 
     @property
     def trial(self) -> str | None:
@@ -173,6 +177,8 @@ class JobLines(PendingRequests):
             self.states[number - 1] = FAILED if refused else ANSWERED
             self.refused_codes.update([refused] if refused else [])
             self.tokens += num_tokens
+            if len(self.answer_tokens):
+                self.answer_tokens[number - 1] = num_tokens
             most = int(self.index.max_tokens[number - 1]) * (1 + int(self.index.more_answers[number - 1]))
             self.progress.finished(most - num_tokens)
         self.answers.sync_if_due()
@@ -182,6 +188,8 @@ class JobLines(PendingRequests):
 
     def advance(self, num_tokens: int) -> None:
         self.progress.advance(num_tokens)
+        if self.samples:
+            self.samples.add(self.progress.count)
         if time.monotonic() - self._trimmed_at > TRIM_S:
             trim_memory()
             self._trimmed_at = time.monotonic()

@@ -52,7 +52,7 @@ def open_answers(stack: contextlib.ExitStack, path: Path, output: Path) -> Answe
 def remove_partial_files(options: RunOptions) -> None:
     """Remove the partly written files of a killed run. The output must be locked by this run."""
     journals = [path for path in (options.output, options.errors) if path]
-    others = filter(None, (options.parquet, options.trace, options.report))
+    others = filter(None, (options.table, options.trace, options.report))
     for path in [*journals, manifest_path(options.output), *others]:
         partial_file(path).unlink(missing_ok=True)
 

@@ -16,11 +16,12 @@ from sim import catalogue
 
 #: Option -> what a run writes to that file, and the endings allowed for it.
 WRITTEN = {
-    "--output": ("JSON lines (or, into *.parquet, a table)", ".jsonl", ".json", ".ndjson"),
+    "--output": ("JSON lines (or, into *.parquet or *.csv, a table)", ".jsonl", ".json", ".ndjson"),
     "--errors": ("JSON lines", ".jsonl", ".json", ".ndjson"),
     "--trace": ("JSON", ".json"),
-    "--report": ("Markdown", ".md"),
+    "--report": ("Markdown or HTML", ".md", ".html"),
 }
+TABLES = (".parquet", ".csv")  #: endings of --output that ask for a table
 #: Endings that are refused for an option unless they are its own.
 OTHERS = {".parquet", ".csv", ".tsv", ".xlsx", ".html", ".htm", ".pdf", ".arrow", ".feather", ".gz", ".zst", ".zip"}
 OTHERS |= {ending for _, *endings in WRITTEN.values() for ending in endings}
@@ -31,7 +32,7 @@ class RunOptions:
     """The command's flags by name."""
 
     input: Path = option("file of requests (also .gz), a dataset's folder, or - for stdin", names=("-i", "--input"))
-    output: Path = option("file of answers: JSON lines, or .parquet", names=("-o", "--output"))
+    output: Path = option("file of answers: JSON lines, or a table, .parquet or .csv", names=("-o", "--output"))
     llm: LLMArguments  # pyright: ignore[reportGeneralTypeIssues] (no option, and required like those before it)
     errors: Path | None = option("file for the lines that were refused (default: the output)", None)
     format: str = option(None, "auto", choices=("auto", *FORMATS))
@@ -46,7 +47,7 @@ class RunOptions:
     chat_template_kwargs: str | None = option(
         'default variables of the chat template, like {"enable_thinking": false}', None, metavar="JSON"
     )
-    parquet: Path | None = None  #: table of the answers, written at the end; ``output`` is then its journal
+    table: Path | None = None  #: table of the answers, written at the end; ``output`` is then its journal
     named_sampling: dict = field(default_factory=dict)  #: sampling parameters given as flags
     checkpoint_sampling: dict = field(default_factory=dict)  #: sampling parameters of generation_config.json
     seed: int = option("seed of requests without their own; each also depends on its line (default: 0)", 0)
@@ -63,7 +64,7 @@ class RunOptions:
     restart: bool = option("start over and replace the output of an earlier run", False)
     verify: bool = option("hash the model's files, so that a continued run detects changes", False)
     trace: Path | None = option("write the start and end of every task in a wave, for Perfetto", None, metavar="FILE")
-    report: Path | None = option("write a Markdown page about the run", None, metavar="FILE")
+    report: Path | None = option("write a page about the run, .html with figures or .md", None, metavar="FILE")
     reprofile: bool = option("measure this machine again for policy auto", False)
     quiet: bool = option("no progress bar", False)
     replan: bool = option(
@@ -121,7 +122,7 @@ def check_options(options: RunOptions) -> None:
     if options.engine == "ray" and options.trace:
         raise InputError("--trace is not supported with --engine ray: only the local engine writes a trace")
     flags = {"--errors": options.errors, "--trace": options.trace, "--report": options.report}
-    paths = {"the input": options.input, "the output": options.output, "--output": options.parquet, **flags}
+    paths = {"the input": options.input, "the output": options.output, "--output": options.table, **flags}
     policy = Path(str(options.llm.policy))  # a policy file, or a name that is not a path
     paths |= {"--policy": policy if policy.is_file() else None, "--chat-template": options.chat_template}
     resolved: dict[object, str] = {}
@@ -131,7 +132,7 @@ def check_options(options: RunOptions) -> None:
         place = path and (path.stat()[1:3] if path.is_file() else path.resolve())  # a file may have several paths
         if path is not None and (other := resolved.setdefault(place, name)) != name:
             raise InputError(f"{name} and {other} are the same file, {path}")
-    for name, path in {"--output": options.output, "the table": options.parquet, **flags}.items():
+    for name, path in {"--output": options.output, "the table": options.table, **flags}.items():
         if path is not None:
             what, *own = WRITTEN.get(name, ("", path.suffix.lower()))
             if path.suffix.lower() in OTHERS - set(own):
@@ -142,7 +143,7 @@ def check_options(options: RunOptions) -> None:
     if options.input != STDIN and not options.input.is_dir():
         check_file(options.input)
     check_chat(options)
-    if options.parquet and find_spec("pyarrow") is None:
+    if options.table and options.table.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
         raise InputError("writing Parquet needs pyarrow: pip install pyarrow")
     check_checkpoint(Path(options.llm.model))
     if str(options.llm.policy).endswith(".json"):

@@ -103,7 +103,7 @@ class Outcome(NamedTuple):
             say(f"trials     {trial}{'' if self.lines.replanned else '; the policy stays'}")
         for change in self.lines.replanned:
             say(f"replanned  {change}")
-        table = f"{options.parquet}, " if options.parquet and not stopped else ""
+        table = f"{options.table}, " if options.table and not stopped else ""
         say(f"answers    {table}{options.output}")
         if counts["refused"]:
             codes = ", ".join(f"{code} ({count:,})" for code, count in self.lines.refused_codes.most_common(3))
