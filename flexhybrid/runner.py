@@ -7,7 +7,7 @@ import os
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -81,11 +81,6 @@ class RunningRequests:
         self._left.append((iteration, request))
         while self._left[0][0] + LAG < iteration:
             self._running.pop(self._left.popleft()[1], None)
-
-    @property
-    def given(self) -> dict[int, int]:
-        """Request -> number of generated tokens, for running requests with any."""
-        return {request: len(of.token_ids) for request, (of, _) in self._running.items() if of.token_ids}
 
     def prompt(self, request: int) -> list[int] | None:
         """Open a request; return the token ids of its prompt, or None if the prompt's log probabilities are needed."""
@@ -319,20 +314,15 @@ class Runner:
         callbacks: RunControl,
         on_trace: OnTrace | None = None,
         joining: bool = True,
-        begun: Iterable[int] = (),
     ) -> None:
         """Answer requests of these lengths in the workload's order; ``open_request`` makes each one when it begins.
 
         Unlike in ``generate``, the requests need not fit in memory together. ``completed`` is called with the index and
         the answer of each. ``callbacks``: see ``RunControl``. ``joining``: whether requests may join a running batch;
-        False for forced decode tokens (``Generated.num_decoded``). ``begun``: unfinished requests of an earlier call to
-        continue, for lossless policies only. Raise InputError as ``generate`` does, and ValueError if the policy cannot
-        continue requests (``open_batch``).
+        False for forced decode tokens (``Generated.num_decoded``). Raise InputError as ``generate`` does.
         """
         running = RunningRequests(open_request)
         running.begin(np.arange(workload.num_requests, dtype=np.int32))
-        for request in begun:
-            running.join(request)
         with self.waves(workload, running if joining else None) as waves:
             for members, wave in waves:
                 if not joining:
@@ -384,7 +374,7 @@ class Runner:
                 joining.begin(left)
                 tree = PromptTree(joining.prompt) if self.arguments.enable_prefix_caching else None
                 places = batch_size(problem, policy, lengths, MOST_AT_A_TIME, tree)
-                members, wave = left, open_batch(problem, policy, lengths, places, tree, joining.given)
+                members, wave = left, open_batch(problem, policy, lengths, places, tree)
             else:
                 members = left[: first_wave(problem, policy, lengths)]
                 wave = admit(problem, policy, workload.select(members))

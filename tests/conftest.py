@@ -59,7 +59,7 @@ SECONDS = {
     **{"kinds_of_requests": 14, "streams": 15, "sim_queue": 11, "reproduce_kvpr": 12, "refill": 9},
     **{"published_models": 4, "attend_triton": 10, "sim_closed_form": 14, "states": 11, "device_memory": 6},
     **{"interpreted": 13, "wheel": 8, "compare": 13, "reproduce_capture": 12, "models": 9, "whatif": 11},
-    **{"exactness": 9, "lending": 6, "moves": 10},
+    **{"exactness": 9, "lending": 6},
     **{"accuracy": 8, "checkpoint_files": 9, "faults": 12, "queue_search": 9, "fuzz": 22, "replanning": 12},
     **{"attention_in_place": 6, "cli": 8, "outlook": 8, "run_memory": 8, "structured": 8, "api": 8, "gpu_parts": 7},
     **{"profile": 4, "run_malformed": 7, "lm_eval": 6, "prefixes": 5, "published": 6},

@@ -4,8 +4,8 @@ Each attempt is a process of its own, forked from one that has loaded everything
 or after its n-th write, at its n-th fsync, at its n-th sampled step, as its n-th request joins or steps back, at the
 n-th chunk of its index, as its policy changes for the n-th time, or after some time. Files are JSON lines, or Parquet
 in and out. Pools are so small that requests step back, some prompts begin alike, and the index counts a few lines
-before the first answers, the others meanwhile. Every few iterations the mix changes, as after a search anew: those who
-run end before, or move, in turn.
+before the first answers, the others meanwhile. Every few iterations the mix changes, as after a new search, once the
+running requests have ended, or at once, and they begin again, in turn.
 
 A second part has a fault at every file operation of a small job with all of its files (``faults.py``).
 """
@@ -184,11 +184,11 @@ def change_mixes(die_at) -> None:
     def drains(self):
         return iterations[0] >= CHANGE_ITERATIONS and changes[0] % 2 == 0
 
-    def moves(self):
+    def restarts(self):
         return iterations[0] >= CHANGE_ITERATIONS and changes[0] % 2 == 1
 
     run_module.JobLines.advance, run_module.JobLines.between_batches = counts, changed
-    run_module.JobLines.drains, run_module.JobLines.moves = drains, moves
+    run_module.JobLines.drains, run_module.JobLines.restarts = drains, restarts
 
 
 def answers(path: Path) -> dict[str, str]:

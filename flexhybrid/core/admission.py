@@ -1,12 +1,11 @@
 """Admission: choose how many requests run together, so that they fit the memory budgets, and open their batch."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -21,14 +20,13 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes, queue_sizes
 from flexhybrid.core.schedule.scheduler import FIRST_RUN, LOOKED_AT, joins_singly, may_grow, may_share, stores_exactly
-from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, leave_place, take_blocks_back
+from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, take_blocks_back
 from flexhybrid.core.workload import Workload
 
 #: Expected length / limit of answers if the whole limits do not fit. Most answers end long before their limit.
 EXPECTED_SHARE = 0.25
 #: There is room for one more shared prefix per this many requests, because a new prefix begins before the last ends.
 FOLLOWERS = 4
-NOTHING_GIVEN: Mapping[int, int] = MappingProxyType({})
 SHORT_REQUEST_TOKENS = 16  #: prompt tokens of the request that ``check_least`` tries
 
 
@@ -62,7 +60,6 @@ def open_batch(
     workload: Workload,
     places: Places | int,
     tree: PromptTree | None = None,
-    given: Mapping[int, int] = NOTHING_GIVEN,
     gives: bool = True,
     empty: bool = False,
 ) -> Wave:
@@ -72,21 +69,17 @@ def open_batch(
     at least one request of full length. Requests then take blocks on demand.
 
     ``tree``: the requests' prompts (default: ``known_tree``). Equal beginnings share blocks if the policy allows it
-    (``may_share``). ``given``: request -> tokens that it has from an earlier batch. Then all requests wait, and
-    contexts are recomputed by joining. ``gives``: False gives no blocks, if only sizes are needed. ``empty``: the
-    workload only sizes the places, and no request has arrived (``RequestQueue.arrived`` is 0). Raise ValueError for
-    ``given`` if the policy does not allow preempted requests to return (``may_grow``).
+    (``may_share``). ``gives``: False gives no blocks, if only sizes are needed. ``empty``: the workload only sizes the
+    places, and no request has arrived (``RequestQueue.arrived`` is 0).
     """
     count, share, shares_prefixes = places if isinstance(places, Places) else Places(places)
-    if given and not may_grow(policy):
-        raise ValueError(f"requests under policy {policy.name} cannot go on behind tokens that they have")
     num_requests, tree = workload.num_requests, (tree or known_tree(workload)) if shares_prefixes else None
     prompts, limits = workload.prompt_tokens[:count], workload.max_tokens[:count]
     first = Workload(prompts.copy(), limits.copy(), noted=workload.noted)  # joining requests overwrite these lengths
     mini_batches, room, paths = _packed(problem, policy, workload, count, tree)
-    waits, gives = empty or bool(given), gives and not empty  # waits: all requests join later
-    if count == num_requests and share == 1 and not any(paths) and not waits:
+    if count == num_requests and share == 1 and not any(paths) and not empty:
         return admit(problem, policy, workload, gives=gives)
+    gives = gives and not empty
     planned = Workload(first.prompt_tokens, np.maximum(1, np.ceil(share * first.max_tokens)).astype(np.int64))
     depth = _depth(paths) if room else None
     alone = workload.select(np.array(extremes(workload)))
@@ -102,18 +95,11 @@ def open_batch(
     if wave.whole:
         wave = replace(wave, whole=replace(wave.whole, workload=first))
     # A preempted request returns with all its tokens.
-    returns = share < 1 or given
-    longest = Workload(alone.cached_tokens, np.ones_like(alone.max_tokens)) if returns else alone
+    longest = Workload(alone.cached_tokens, np.ones_like(alone.max_tokens)) if share < 1 else alone
     limits = queue_sizes(wave, longest, joins_singly(policy))
-    queue = RequestQueue(workload, following=0 if waits else count, given=dict(given), arrived=0 if empty else None)
-    wave = replace(wave, queue=queue, limits=limits, expected_share=share, empty=waits)
-    if not gives:
-        return wave
-    if waits:
-        for k, group in enumerate(wave.mini_batches):
-            for place in group[::-1].tolist():
-                leave_place(wave, k, place)
-    elif wave.grows:
+    queue = RequestQueue(workload, following=0 if empty else count, arrived=0 if empty else None)
+    wave = replace(wave, queue=queue, limits=limits, expected_share=share, empty=empty)
+    if gives and wave.grows:
         for k, group in enumerate(wave.mini_batches):
             for place in group.tolist():
                 held = [wave.num_blocks[pool.name][place] for pool in wave.pools]

@@ -31,7 +31,7 @@ class RequestQueue:
     workload: Workload  #: all requests, running and waiting
     following: int  #: first request that was never considered
     passed_over: list[int] = field(default_factory=list)  #: waiting requests that were considered, or preempted
-    #: request -> tokens from before a preemption or from an earlier batch, now part of its prompt
+    #: request -> tokens from before a preemption, now part of its prompt
     given: dict[int, int] = field(default_factory=dict)
     #: called when a request joins a mini-batch of the running batch, also after a preemption
     on_join: Callable[[int, int], None] = lambda request, mini_batch: None

@@ -307,8 +307,8 @@ def _resolved(event: TraceEvent, resolved: dict[tuple, Work]) -> TraceEvent:
 class _Answers(dict[int, list[int]]):
     """Tokens by request, in the lists that ``answer_of`` returns."""
 
-    def __init__(self, answer_of: Callable[[int], list[int]], begun: Iterable[int]):
-        super().__init__({request: answer_of(request) for request in begun})
+    def __init__(self, answer_of: Callable[[int], list[int]]):
+        super().__init__()
         self._answer_of = answer_of
 
     def __missing__(self, request: int) -> list[int]:
@@ -344,7 +344,7 @@ class _Collector:
         if self.num_given:
             self.max_tokens = workload.max_tokens - np.array(control.num_given)
         self.num_requests = count
-        self.tokens = _Answers(control.answer_of, queue.given if queue else ())  #: by request that has begun
+        self.tokens = _Answers(control.answer_of)  #: by request that has begun
         executor.answers = self.tokens
         self.stops: dict[int, int | str | None] = {}
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in plan order

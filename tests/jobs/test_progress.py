@@ -139,7 +139,7 @@ def test_a_stop_does_not_wait_for_an_endless_iteration(tiny, tmp_path, capsys, m
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(progress_module, "STOP_S", 0.05)
 
-    def answer(self, workload, open_request, completed, callbacks, on_trace=None, **_begun):
+    def answer(self, workload, open_request, completed, callbacks, on_trace=None):
         for place in range(num_answers):
             generated, _ = open_request(place)
             generated.token_ids = [5]

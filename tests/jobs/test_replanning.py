@@ -73,14 +73,14 @@ def answers(path):
     return {name: row["body"]["choices"] for name, row in by_id(path).items()}
 
 
-@pytest.mark.parametrize("costs", [ChangeCosts(0.0, 0.0, 1e-9), ChangeCosts(0.0, 1e-9, 0.0)], ids=["drain", "move"])
+@pytest.mark.parametrize("costs", [ChangeCosts(0.0, 0.0, 1e-9), ChangeCosts(0.0, 1e-9, 0.0)], ids=["drain", "restart"])
 def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
     tiny, tmp_path, capsys, monkeypatch, replanned, costs
 ):
-    """Running requests either end before the change or move to the next batch, whichever costs less."""
+    """Running requests either end before the change or begin again in the next batch, whichever costs less."""
+    batches, watch = [], JobLines.watch
+    monkeypatch.setattr(JobLines, "watch", lambda self, known: batches.append(watch(self, known)) or batches[-1])
     monkeypatch.setattr(replanning, "change_costs", lambda *_: costs)
-    moved, opened = [], runner.open_batch
-    monkeypatch.setattr(runner, "open_batch", lambda *which, **more: moved.append(which[5:]) or opened(*which, **more))
     source = requests(tmp_path / "in.jsonl", 24)
     assert run(source, tmp_path / "plain.jsonl", tiny) == 0 and not replanned
     capsys.readouterr()
@@ -88,7 +88,8 @@ def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
     assert replanned and "times as long as predicted" in replanned[0]
     assert f"replanned  {replanned[0]}; new policy other: " in capsys.readouterr().out
     assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "plain.jsonl")
-    assert any(given for (given,) in filter(None, moved)) == (costs.move_s < costs.drain_s)
+    restarted = [((batch.begun_in >= 0) & (batch.ended_in < 0)).sum() for batch in batches if batch]
+    assert len(restarted) > 2 and any(restarted) == (costs.restart_s < costs.drain_s)
 
 
 def job_of_loads(folder, task_s: float, ends: dict) -> Hardware:
@@ -268,17 +269,17 @@ def test_without_times_of_lines_the_limiting_resource_is_slower():
 
 def test_what_a_change_costs_by_hand():
     """An iteration takes 2 s, and 0.1 s more per prompt token. Two running requests have 3 and 9 tokens left."""
-    outlook = Outlook(PACE, Workload(np.array([5, 7, 4]), np.array([4, 10, 6])), np.array([0, 0, 2]))
+    outlook = Outlook(PACE, Workload(np.array([5, 7, 4]), np.array([4, 10, 6])))
     outlook.begin(0)
     outlook.begin(1)
     outlook.advance()
     rest = outlook.rest()
     assert rest is not None
-    costs = change_costs(rest, PACE, replace(PACE, waiting=(0.5, 1.0)))
+    costs = change_costs(*rest, PACE, replace(PACE, waiting=(0.5, 1.0)))
     full = (3 + 9) / 2  # iterations
-    assert costs == pytest.approx((2.0 * full, 2.0 * 9, 2.0 + 0.1 * (5 + 1 + 7 + 1) + 1.0 * full))
+    assert costs == pytest.approx((2.0 * full, 2.0 * 9, 2.0 + 0.1 * (5 + 7) + 1.0 * (full + 1)))
     waits, lengths = outlook.waiting()
-    assert waits.tolist() == [2] and 2 < lengths[0] <= 6
+    assert waits.tolist() == [2] and 0 < lengths[0] <= 6
 
 
 PACE = IterationCost({"compute": np.array([2.0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0])}, 1, (1.0, 1.0))

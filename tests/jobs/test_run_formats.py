@@ -30,7 +30,7 @@ def asked(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     texts: list[str] = []
 
-    def answer(self, workload, open_request, completed, callbacks, on_trace=None, **_begun):
+    def answer(self, workload, open_request, completed, callbacks, on_trace=None):
         for request in range(workload.num_requests):
             generated, _ = open_request(request)
             texts.append(self.tokenizer.decode(generated.prompt_ids))

@@ -80,16 +80,15 @@ class PendingRequests(Protocol):
     def note(self, text: str) -> None:
         """Print a message for the user."""
 
-    def watch(self, workload: Workload, given: np.ndarray | None) -> Outlook | None:
-        """Return an Outlook that estimates the end of a batch that begins now; None if no estimate is needed.
-        ``given`` [requests]: tokens generated in earlier batches; None: none."""
+    def watch(self, workload: Workload) -> Outlook | None:
+        """Return an Outlook that estimates the end of a batch that begins now; None if no estimate is needed."""
 
     def drains(self) -> bool:
         """Return True if no more requests may join the batch."""
         return False
 
-    def moves(self) -> bool:
-        """Return True if the batch must stop, and its requests continue in the next one with their tokens."""
+    def restarts(self) -> bool:
+        """Return True if the batch must stop, and its unanswered requests begin again in the next one."""
         return False
 
     def between_batches(self) -> None:
@@ -110,101 +109,74 @@ def load_weights(llm: LLM, planned: dict[str, int]) -> None:
 def answer_pending(requests: PendingRequests, stop: StopAsked, on_trace: OnTrace | None = None) -> None:
     """Answer requests, batch by batch, until no request is pending or a stop is requested.
     One batch is enough unless the policy changes. ``on_trace`` gets the result of the first wave."""
-    batch = Batch(requests, stop)
     while len(places := requests.pending()) and not stop.asked:
         requests.check_input_unchanged()
         try:
-            batch.run(places, on_trace)
+            Batch(requests, places, stop).run(on_trace)
         except torch.OutOfMemoryError as error:
             _shrink(requests.llm, error, requests.note)
-            batch = Batch(requests, stop)
         else:
             on_trace = None
         requests.between_batches()
 
 
 class Batch:
-    """Answers lines together, with a request per answer. Requests that still run when it stops begin the next run."""
+    """Answers the lines at ``places`` together, with a request per answer."""
 
-    def __init__(self, requests: PendingRequests, stop: StopAsked):
+    def __init__(self, requests: PendingRequests, places: np.ndarray, stop: StopAsked):
         self.requests, self.llm, self.stop = requests, requests.llm, stop
-        self.place = self.index = np.arange(0)  #: [requests]: place of its line, and number among the line's answers
-        self.replies = Replies(self.llm.codec)
-        #: place -> its request (None: refused), and its answers that have begun
-        self.open_lines: dict[int, tuple[Request | None, list[Generated]]] = {}
-        self.refused: dict[int, Refused] = {}  #: place -> error of a line whose other answers still run
-        #: (place, index) -> answer that has begun and is not complete
-        self.begun: dict[tuple[int, int], tuple[Generated, SamplingPlan]] = {}
-        self.answered: list[Answered] = []
-        self.next_check = CHECKED_LINES
-        self.outlook: Outlook | None = None
-
-    def run(self, places: np.ndarray, on_trace: OnTrace | None) -> None:
-        """Answer the lines at ``places`` until all are done, or until ``ends``."""
-        num_answers, workload = self.requests.num_answers(places), self.requests.workload(places)
+        num_answers, workload = requests.num_answers(places), requests.workload(places)
+        #: [requests]: place of its line, and number among the line's answers
         self.place = per_answer(places, num_answers)
         self.index = np.broadcast_to(np.int16(0), self.place.shape)  # a view that takes no memory
         if len(self.place) > len(places):
             first = np.repeat(np.cumsum(num_answers, dtype=np.int64) - num_answers, num_answers)
             self.index = (np.arange(len(self.place)) - first).astype(np.int16)
-        del num_answers
-        given, begun = None, range(len(self.begun))
-        if self.open_lines:
-            in_order = self._begun_first()
-            self.place, self.index, workload = self.place[in_order], self.index[in_order], workload.select(in_order)
-            given = np.zeros(len(in_order), np.int64)
-            given[: len(begun)] = [len(generated.token_ids) for generated, _ in self.begun.values()]
-        self.prompt_tokens = workload.prompt_tokens
-        self.outlook = self.requests.watch(workload, given)
-        joins = self.outlook.begin if self.outlook else None
-        lengths = self.requests.lengths
+        self.workload, self.outlook = workload, requests.watch(workload)
+        self.replies = Replies(self.llm.codec)
+        #: place -> its request (None: refused), and its answers that have begun
+        self.open_lines: dict[int, tuple[Request | None, list[Generated]]] = {}
+        self.refused: dict[int, Refused] = {}  #: place -> error of a line whose other answers still run
+        self.running: set[tuple[int, int]] = set()  #: (place, index) of the answers that are not complete
+        self.answered: list[Answered] = []
+        self.next_check = CHECKED_LINES
+
+    def run(self, on_trace: OnTrace | None) -> None:
+        """Answer the lines until all are done, a stop is requested, or a change of the policy ends the batch."""
+        outlook, lengths = self.outlook, self.requests.lengths
         callbacks = RunControl(
             num_ended=lengths and lengths.ended + lengths.cut,
-            on_busy=self.outlook.note_busy if self.outlook else None,
-            timed_iterations=self.outlook.timed_iterations if self.outlook else 0,
+            on_busy=outlook and outlook.note_busy,
+            timed_iterations=outlook.timed_iterations if outlook else 0,
             on_start=self.requests.begins,
-            on_join=joins,
+            on_join=outlook and outlook.begin,
             on_tokens=self.on_tokens,
-            should_stop=self.ends,
+            should_stop=lambda: self.stop.asked or self.requests.restarts(),
             should_drain=self.requests.drains,
         )
         try:
-            self.llm.answer(workload, self.begin, self.completed, callbacks, on_trace, begun=begun)
+            self.llm.answer(self.workload, self.begin, self.completed, callbacks, on_trace)
         finally:
             self.write()
-
-    def _begun_first(self) -> np.ndarray:
-        """Return the requests that are not complete: first those that have begun, then the others."""
-        of_open = np.flatnonzero(np.isin(self.place, list(self.open_lines))).tolist()
-        at = {(int(self.place[i]), int(self.index[i])): i for i in of_open}
-        begun = [at.pop(key) for key in self.begun]
-        complete = [i for (place, k), i in at.items() if any(one.index == k for one in self.open_lines[place][1])]
-        return np.r_[np.array(begun, np.int64), np.delete(np.arange(len(self.place)), begun + complete)]
-
-    def ends(self) -> bool:
-        """Return True if the batch must stop before all its lines are done."""
-        return self.stop.asked or self.requests.moves()
 
     def begin(self, request: int) -> tuple[Generated, SamplingPlan]:
         """Return the answer and sampling of a request that joins. Its line is read for the first of its answers."""
         place, index = int(self.place[request]), int(self.index[request])
-        if (place, index) in self.begun:
-            return self.begun[place, index]
         if place not in self.open_lines:
             self.next_check -= 1
             if not self.next_check:
                 self.requests.check_input_unchanged()
                 self.next_check = CHECKED_LINES
-            self.open_lines[place] = self._read(place, int(self.prompt_tokens[request])), []
+            self.open_lines[place] = self._read(place, int(self.workload.prompt_tokens[request])), []
         line, answers = self.open_lines[place]
         if line:
             with self._noting(place):
                 opened = self.llm.codec.open(line.token_ids, line.params, index)
         if place in self.refused:  # the request has its place in the batch, so it runs, and ends with its first token
-            prompt = [0] * int(self.prompt_tokens[request])
+            prompt = [0] * int(self.workload.prompt_tokens[request])
             opened = self.llm.codec.open(prompt, SamplingParams(temperature=0), index)
             opened[0].watch = StopWatch(lambda ids: "." * len(ids), prompt, (".",))
-        self.begun[place, index] = opened
+        self.running.add((place, index))
         answers.append(opened[0])
         return opened
 
@@ -233,7 +205,7 @@ class Batch:
         if self.outlook:
             self.outlook.end(request, len(generated.token_ids))
         place = int(self.place[request])
-        del self.begun[place, generated.index]
+        self.running.remove((place, generated.index))
         line, answers = self.open_lines[place]
         if line and place not in self.refused:
             with self._noting(place):
@@ -248,7 +220,7 @@ class Batch:
                     self.write()
         if place in self.refused:
             num_answers = int(self.requests.num_answers(np.array([place]))[0])
-            if len(answers) < num_answers or any((place, one.index) in self.begun for one in answers):
+            if len(answers) < num_answers or any((place, one.index) in self.running for one in answers):
                 return
             refused = self.refused.pop(place)
             self.answered.append(Answered(place + 1, error_line(place + 1, refused), 0, refused.code))

@@ -199,11 +199,11 @@ class JobLines(PendingRequests):
     def note(self, text: str) -> None:
         self.progress.note(text)
 
-    def watch(self, workload: Workload, given: np.ndarray | None) -> Outlook | None:
+    def watch(self, workload: Workload) -> Outlook | None:
         outlook, run = None, self.replanner.run if self.replanner else self.plan and self.plan.run
         if run and run.pace:
-            open_wave = batches(self.llm, workload, given)
-            outlook = Outlook(run.pace, workload, given, self.options.answer_tokens, self.lengths, open_wave)
+            open_wave = batches(self.llm, workload)
+            outlook = Outlook(run.pace, workload, self.options.answer_tokens, self.lengths, open_wave)
             outlook.timed_iterations = TRIED if self.replanner and self.replanner.trial_s else 0
             self.lengths = outlook.answers
         self.outlook = outlook
@@ -214,8 +214,8 @@ class JobLines(PendingRequests):
     def drains(self) -> bool:
         return bool(self.replanner and self.replanner.change)
 
-    def moves(self) -> bool:
-        return bool(self.replanner and self.replanner.change and self.replanner.change.moves)
+    def restarts(self) -> bool:
+        return bool(self.replanner and self.replanner.change and self.replanner.change.restarts)
 
     def between_batches(self) -> None:
         if not (self.replanner and self.replanner.change):

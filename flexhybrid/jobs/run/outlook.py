@@ -28,14 +28,12 @@ MOST_COUNTED = 2048  #: most waiting requests of an estimate; a longer queue is 
 REST, LEAST_REST = 50, 3  #: most and least time between two estimates, as multiples of the time that one takes
 
 
-def batches(llm: LLM, workload: Workload, given: np.ndarray | None = None) -> Callable[[], Wave]:
+def batches(llm: LLM, workload: Workload) -> Callable[[], Wave]:
     """Return a function that opens a new batch of these requests per call, as ``llm.answer`` does when it begins.
-    ``given`` [requests]: tokens generated in an earlier batch; None: none. Raise InputError if not even one request
-    fits the budgets."""
+    Raise InputError if not even one request fits the budgets."""
     problem, policy = llm.problem, llm.settled_policy
     places = batch_size(problem, policy, workload, MOST_AT_A_TIME)
-    tokens = {} if given is None else {int(at): int(given[at]) for at in np.flatnonzero(given)}
-    return lambda: open_batch(problem, policy, workload, places, given=tokens)
+    return lambda: open_batch(problem, policy, workload, places)
 
 
 class ChangeCosts(NamedTuple):
@@ -43,17 +41,20 @@ class ChangeCosts(NamedTuple):
 
     stay_s: float  #: in this batch, which waiting requests join
     drain_s: float  #: in this batch, which no requests join
-    move_s: float  #: in another batch, which waiting requests join; contexts are recomputed first
+    restart_s: float  #: in another batch, which waiting requests join, if they begin again without their tokens
 
 
-def change_costs(rest: RunIntervals, before: IterationCost, after: IterationCost) -> ChangeCosts:
-    """Return the seconds until the requests ``rest`` (``Outlook.rest``) end in the old batch or in a new one.
+def change_costs(rest: RunIntervals, ages: np.ndarray, before: IterationCost, after: IterationCost) -> ChangeCosts:
+    """Return the seconds until the running requests (``Outlook.rest``) end in the old batch or in a new one.
     ``before``, ``after``: cost of an iteration in the old and in the new batch."""
+    again = replace(rest, prompt_tokens=rest.prompt_tokens - ages, left=rest.left + ages)
     old, new = (
-        pace.seconds(replace(rest, mini_batch=rest.request % pace.num_mini_batches)) for pace in (before, after)
+        cost.seconds(replace(of, mini_batch=of.request % cost.num_mini_batches))
+        for of, cost in ((rest, before), (again, after))
     )
     full_iterations = float((rest.left - 1).mean())
-    return ChangeCosts(full_iterations * old[1], float(old[1:].sum()), float(new[0] + full_iterations * new[1]))
+    restart_s = float(new[0] + (full_iterations + ages.mean()) * new[1])
+    return ChangeCosts(full_iterations * float(old[1]), float(old[1:].sum()), restart_s)
 
 
 class CountedQueue(NamedTuple):
@@ -82,31 +83,28 @@ def _slower(measured: float, predicted: float, trusted_s: float = 0.0) -> float:
 class Outlook:
     """Observes the requests and iterations of a batch, and estimates the time until its end.
 
-    Requests are named by their index in the batch's queue. ``pace``: predicted cost of an iteration. ``given``
-    [requests]: tokens from earlier batches. ``mean_answer``: expected tokens of an answer before any answer has ended;
-    None: max_tokens. ``seen``: lengths of answers in earlier batches. ``open_wave`` returns a new copy of the batch as
-    it began; None: no estimate is needed.
+    Requests are named by their index in the batch's queue. ``pace``: predicted cost of an iteration.
+    ``mean_answer``: expected tokens of an answer before any answer has ended; None: max_tokens. ``seen``: lengths of
+    answers in earlier batches. ``open_wave`` returns a new copy of the batch as it began; None: no estimate is needed.
     """
 
     def __init__(
         self,
         pace: IterationCost,
         workload: Workload,
-        given: np.ndarray | None = None,
         mean_answer: float | None = None,
         seen: ObservedAnswers | None = None,
         open_wave: Callable[[], Wave] | None = None,
     ):
         self.pace, self.workload, self.open_wave = pace, workload, open_wave
-        # The arrays cover all lines of a file; pages that are never written take no memory.
-        self.given = np.broadcast_to(np.int64(0), workload.num_requests) if given is None else given
         longest = int(workload.max_tokens.max())
         self.answers = ObservedAnswers(longest, mean_answer)
         #: [requests] answer lengths for which the current policy was chosen
         self.assumed = workload.max_tokens if mean_answer is None else with_mean(workload, mean_answer).answers
         if seen and len(seen.ended) > longest:
             self.answers = seen
-            self.assumed = self._expected(np.arange(workload.num_requests), self.given)
+            self.assumed = self._expected(np.arange(workload.num_requests))
+        # The arrays cover all lines of a file; pages that are never written take no memory.
         self.begun_in = np.full(workload.num_requests, -1, np.int32)  #: [requests] first iteration; -1: waiting
         self.mini_batch = np.zeros(workload.num_requests, np.int16)  #: [requests] mini-batch of running and ended ones
         self.ended_in = np.full(workload.num_requests, -1, np.int32)  #: [requests] last iteration; -1: not ended
@@ -212,26 +210,26 @@ class Outlook:
         if most and len(waits) > most:
             waits = waits[evenly_spaced(len(waits), most, False)]
         runs, ages = self._running()
-        return waits, self._expected(np.r_[waits, runs], np.r_[self.given[waits], ages])[: len(waits)]
+        return waits, self._expected(np.r_[waits, runs], np.r_[np.zeros_like(waits), ages])[: len(waits)]
 
     def _running(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the running requests, the oldest first, and the generated tokens of each."""
         runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
         runs = runs[np.argsort(self.begun_in[runs], kind="stable")]
-        return runs, self.given[runs] + self.num_iterations - self.begun_in[runs]
+        return runs, self.num_iterations - self.begun_in[runs]
 
-    def rest(self) -> RunIntervals | None:
-        """Return the run intervals of the running requests if they begin again now; None if no request runs.
-        Their tokens so far become part of their prompts."""
+    def rest(self) -> tuple[RunIntervals, np.ndarray] | None:
+        """Return (run intervals of the running requests from now on, tokens of each so far); None if no request runs.
+        In the intervals, the tokens so far are part of the prompts."""
         runs, ages = self._running()
         if not len(runs):
             return None
         left = 1 + np.maximum(self._expected(runs, ages) - ages, 1)
         places, prompts = np.arange(len(runs)), self.workload.prompt_tokens[runs] + ages
         of_running = self._intervals(runs, 0 * places, left)
-        return replace(of_running, request=places, mini_batch=places, prompt_tokens=prompts)
+        return replace(of_running, request=places, mini_batch=places, prompt_tokens=prompts), ages
 
-    def _expected(self, requests: np.ndarray, ages: np.ndarray) -> np.ndarray:
+    def _expected(self, requests: np.ndarray, ages: np.ndarray | int = 0) -> np.ndarray:
         """Return the expected lengths of answers that have ``ages`` tokens."""
         limits = self.workload.max_tokens[requests]
         return self.answers.expected(limits, np.minimum(ages, limits - 1))
@@ -255,7 +253,7 @@ class Outlook:
         known = self._ran(first)
         if not len(open_requests):
             return known, times
-        ages = np.r_[now - self.begun_in[runs], np.zeros(len(waits), np.int64)] + self.given[open_requests]
+        ages = np.r_[now - self.begun_in[runs], np.zeros(len(waits), np.int64)]
         ages = np.minimum(ages, workload.max_tokens[open_requests] - 1)
         answers = np.maximum(self._expected(open_requests, ages), 1)
         counted = _counted(wave, workload, UnderWay(groups, waits.tolist()), open_requests, ages, answers)
@@ -269,7 +267,7 @@ class Outlook:
         return RunIntervals(
             request=requests,
             mini_batch=self.mini_batch[requests].astype(np.int64) % self.pace.num_mini_batches,
-            prompt_tokens=lengths.prompt_tokens + self.given[requests],
+            prompt_tokens=lengths.prompt_tokens,
             joined=begun.astype(np.int64),
             left=ended.astype(np.int64),
             surplus=np.zeros(len(requests), bool),

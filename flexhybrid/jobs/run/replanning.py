@@ -1,8 +1,8 @@
 """Searches for a better policy during a batch if measured times or answer lengths differ from the prediction.
 
 The search runs in a second process. If its policy saves enough time, a new batch with that policy follows in the same
-job; the weights stay in place. The running requests either move to the new batch with recomputed contexts, or end in
-the old batch while no requests join, whichever costs less. The tokens do not depend on the policy.
+job; the weights stay in place. The running requests either end in the old batch while no requests join, or begin again
+in the new one, whichever costs less. The tokens do not depend on the policy.
 
 The first iterations of a job are a trial: they correct the lines of the machine's record. If times differ from the
 prediction, the search runs once more, early in the job (``Replanner._try``).
@@ -14,17 +14,16 @@ import pickle
 import statistics
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from threading import Thread
 
-from flexhybrid.core.admission import check_longest
+import numpy as np
+
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.scheduler import may_grow
 from flexhybrid.core.trace import LineKey, LineTimes
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.outlook import LEAST_BUSY, MOST_COUNTED, ChangeCosts, Outlook, change_costs
@@ -55,7 +54,7 @@ class Change:
     policy: Policy
     run: QueueRun
     reason: str
-    moves: bool  #: whether running requests move to the new batch, or end in the old one
+    restarts: bool  #: whether running requests begin again in the new batch, or end in the old one
 
 
 class Watch:
@@ -182,9 +181,8 @@ class Replanner:
         outlook.assumed = outlook.assumed.copy()
         outlook.assumed[waits] = answers
         self.num_searches += 1
-        lengths = outlook.workload.select(waits)
-        waiting = replace(lengths, answer_tokens=answers).behind(outlook.given[waits])
-        known = hardware, waiting, outlook.rest(), int(outlook.workload.cached_tokens.max()), reason, limit_s
+        waiting = replace(outlook.workload.select(waits), answer_tokens=answers)
+        known = hardware, waiting, outlook.rest(), reason, limit_s
         self._search = Thread(target=self._seek, args=known, name="replan", daemon=True)
         self._search.start()
 
@@ -197,17 +195,16 @@ class Replanner:
         self.watch.begin(0)
         return change
 
-    def _seek(  # noqa: PLR0913
+    def _seek(
         self,
         hardware: Hardware | None,
         waiting: Workload,
-        rest: RunIntervals | None,
-        longest: int,
+        rest: tuple[RunIntervals, np.ndarray] | None,
         reason: str,
         limit_s: float,
     ) -> None:
         """Search for a policy that ends sooner on the machine ``hardware``; set ``change`` if the gain is large enough.
-        ``rest``: ``Outlook.rest``. ``longest``: tokens of the longest request."""
+        ``rest``: ``Outlook.rest``."""
         began, problem, current = time.monotonic(), self.llm.problem, self.llm.settled_policy
         problem = replace(problem, hardware=hardware)
         try:
@@ -218,11 +215,10 @@ class Replanner:
         self.hardware, self.run = hardware, now
         costs = ChangeCosts(0.0, 0.0, 0.0)
         if rest is not None and now.pace and run.pace:
-            costs = change_costs(rest, now.pace, run.pace)
-        moves = costs.move_s < costs.drain_s and can_return(problem, policy, longest)
-        left_s = run.total_s + (costs.move_s if moves else costs.drain_s) + time.monotonic() - began
+            costs = change_costs(*rest, now.pace, run.pace)
+        left_s = run.total_s + min(costs.restart_s, costs.drain_s) + time.monotonic() - began
         if policy.weights == current.weights and left_s < (1.0 - LEAST_GAIN) * (now.total_s + costs.stay_s):
-            self.change = Change(policy, run, reason, moves)
+            self.change = Change(policy, run, reason, costs.restart_s < costs.drain_s)
 
     def _best(self, problem: Problem, current: Policy, waiting: Workload, limit_s: float) -> tuple[Policy, QueueRun]:
         """Return the best policy for the waiting requests with the same weights on the device, and its run.
@@ -259,11 +255,3 @@ def other_mixes(policy: Policy) -> list[Policy]:
     plain = replace(policy, attention="device", hidden="device", max_batch=None)
     shares = [{"kv@host": 1.0 - act, "act@host": act} for act in ACT_SHARES]
     return [replace(plain, name="searched", cache={k: v for k, v in mix.items() if v}) for mix in shares]
-
-
-def can_return(problem: Problem, policy: Policy, tokens: int) -> bool:
-    """Return whether a context of ``tokens`` tokens can be recomputed within the budgets."""
-    with suppress(InputError):
-        check_longest(problem, policy, Workload.uniform(1, tokens, 1))
-        return may_grow(policy)
-    return False
