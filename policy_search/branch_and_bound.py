@@ -20,8 +20,6 @@ from policy_search.rounding import (
     EvaluatedPolicy,
     Evaluator,
     UnplacedPolicy,
-    exchanges,
-    final_blocks,
     round_shares,
     with_cache_fixed,
 )
@@ -53,10 +51,8 @@ FINER_OPTIONS = 4
 #: Batches of only full mini-batches are tried up to this share below and above the best batch. At 0, 1 search ends
 #: 0.15 % slower.
 AROUND = 0.25
-#: Policies with different entries around which blocks are exchanged. At 1, ties end elsewhere.
-EXCHANGED = 2
-#: A rounded policy can be faster than its lower bound by this share of a block. At 0, ties end elsewhere.
-STAIRS = 0.02
+#: Best policies with different entries whose other fields are tried with both(…) entries.
+TRIED_BOTH = 2
 #: On the device, one in this many pairs of batch and mini-batch is walked first; its speed then bounds the others.
 COARSE = 8
 
@@ -277,7 +273,7 @@ class BranchAndBound:
         """Look for better policies near the results of the grids."""
         if self.prune:
             self.finer_batches(batches, mini_batch_tokens)
-        self.exchange()
+        self.try_both()
         self.leave_the_disk()
 
     def absorb(self, problem: SearchProblem, batches: np.ndarray, mini_batch_tokens) -> None:
@@ -293,23 +289,13 @@ class BranchAndBound:
         """Return the evaluated policies except seeds, the fastest first."""
         return [policy.unplaced for policy in sorted(self.evaluated, key=_seconds) if policy.unplaced]
 
-    def exchange(self) -> None:
-        """Move blocks between the entries of the best policies, and try both(…) entries, while they get faster by more
-        than GAIN."""
-        tried: set[UnplacedPolicy] = set()
-        before = np.inf
-        while self.seconds < before * (1 - GAIN):
-            before = self.seconds
-            best: dict[tuple, UnplacedPolicy] = {}
-            for policy in self._ranked():
-                best.setdefault((policy.option, policy.entries), policy)
-            near = (known for known in list(best.values())[:EXCHANGED] if known.option.attention == "device")
-            new = [policy for policy in near if policy not in tried and self._can_move(policy)]
-            if not new or self._late():
-                return
-            tried.update(new)
-            for policy in new:
-                self.take(self.evaluator.evaluate(self._exchanges(policy)))
+    def try_both(self) -> None:
+        """Try both(…) entries, which the programs lack, with the other fields of the best policies."""
+        best: dict[tuple, UnplacedPolicy] = {}
+        for policy in self._ranked():
+            best.setdefault((policy.option, policy.entries), policy)
+        for policy in [*best.values()][:TRIED_BOTH]:
+            if policy.option.attention == "device" and self._can_move(policy) and not self._late():
                 both = [replace(policy, cache=((entry, 1.0),)) for entry in self.problem.both]
                 self.take(self.evaluator.evaluate(both, self.seconds * (1 - GAIN)))
 
@@ -334,25 +320,6 @@ class BranchAndBound:
         """Return whether cache shares are free and all entries of the policy are in the programs."""
         free = self.problem.space.mix is None
         return free and all(entry in self.problem.entries for entry in policy.entries)
-
-    def _grid_of(self, policy: UnplacedPolicy) -> ChoiceGrid:
-        """Return a grid of only the policy's choice."""
-        for grid in (known.grid for known in self.lower_bounds):
-            pair = np.flatnonzero((grid.batch == policy.batch) & (grid.mini_batch_tokens == policy.mini_batch_tokens))
-            if policy.option in grid.options and len(pair):
-                return grid.narrowed(grid.options.index(policy.option) * len(grid.batch) + int(pair[0]))
-        pair = np.array([float(policy.batch)]), np.array([float(policy.mini_batch_tokens)])
-        return ChoiceGrid(self.problem, [policy.option], *pair)
-
-    def _exchanges(self, policy: UnplacedPolicy) -> list[UnplacedPolicy]:
-        """Return policies with other shares of two entries, the least lower bound first."""
-        entries, grid, shares = self.problem.entries, self._grid_of(policy), dict(policy.cache)
-        ways = exchanges(self.problem, np.array([shares.get(entry, 0.0) for entry in entries]))
-        least, _ = with_cache_fixed(grid, np.zeros(len(ways), dtype=int), ways)
-        order = np.argsort(least, kind="stable")
-        order = order[least[order] < self.seconds * (1 - GAIN + STAIRS / final_blocks(self.problem))]
-        mixes = (dict(zip(entries, way, strict=True)) for way in grid.fold(policy.option, ways[order]))
-        return [UnplacedPolicy.of(policy.option, policy.batch, policy.mini_batch_tokens, mix) for mix in mixes]
 
 
 def _between(problem: SearchProblem, best: UnplacedPolicy, batches: np.ndarray, mini_batch_tokens) -> np.ndarray:

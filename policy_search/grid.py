@@ -94,13 +94,6 @@ class ChoiceGrid:
         """Return the option indices and the pair indices of choices."""
         return np.divmod(np.asarray(choices), len(self.batch))
 
-    def narrowed(self, choice: int) -> ChoiceGrid:
-        """Return the grid of a single choice, with its known terms."""
-        option, pair = self.split(choice)
-        terms = {key: term[..., pair : pair + 1, :] for key, term in self._terms.items()}
-        sizes = self.batch[[pair]], self.mini_batch_tokens[[pair]]
-        return ChoiceGrid(self.problem, [self.options[option]], *sizes, terms)
-
     def _evaluate(self, cache, placements=(WEIGHTS_ON_DEVICE,), bits=(NATIVE,) * 3, **fields) -> np.ndarray:
         """Return seconds and bytes, [placements, pairs, rows]. ``fields``: further fields of the policy."""
         problem, count = self.problem, len(placements)

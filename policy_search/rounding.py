@@ -12,7 +12,7 @@ from itertools import combinations, compress
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.context.blocks import ceil_blocks
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.model.layout import LayerLayout, kind_layouts
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -24,7 +24,6 @@ from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates
 
 WEIGHT_STEPS = 10_000  #: weight shares are multiples of 1 / WEIGHT_STEPS
-SHARE_STEPS = 128  #: an exchange between two entries tries multiples of 1 / SHARE_STEPS, besides whole blocks
 LEAST_BLOCKS = 0.75  #: roundings are also tried without entries of fewer blocks
 
 
@@ -285,40 +284,6 @@ def roundings(shares: np.ndarray, blocks: int) -> np.ndarray:
             counts[list(up)] += 1
             ways.add(tuple(counts / blocks))
     return np.array(sorted(ways))
-
-
-def exchange_steps(problem: SearchProblem) -> np.ndarray:
-    """Return the shares that an exchange between two entries tries, sorted from 0 to 1: whole blocks of the prompt and
-    of the final context, and multiples of 1 / SHARE_STEPS."""
-    steps = {step / SHARE_STEPS for step in range(SHARE_STEPS + 1)}
-    for tokens in (problem.prompt_tokens, problem.prompt_tokens + problem.max_tokens - 1):
-        blocks = -(-tokens // BLOCK_TOKENS)
-        if blocks <= 2 * SHARE_STEPS:
-            steps |= {count / blocks for count in range(blocks + 1)}
-    return np.array(sorted(steps))
-
-
-def exchanges(problem: SearchProblem, shares: np.ndarray) -> np.ndarray:
-    """Return shares [ways, entries] that differ from ``shares`` [entries] in how two entries divide their sum."""
-    steps, ways, least = exchange_steps(problem), [], 0.5 / final_blocks(problem)  # less than this rounds to no block
-    count = len(shares)
-    for giver in np.flatnonzero(shares > 0):
-        for taker in range(count):
-            if taker == giver:
-                continue
-            both = shares[giver] + shares[taker]
-            moved = steps[steps <= both + 1e-12]
-            exchanged = np.repeat(shares[None, :], len(moved) + 1, axis=0)
-            kept = np.append(moved, both)
-            kept = np.where(kept < least, 0.0, np.where(both - kept < least, both, kept))
-            exchanged[:, giver], exchanged[:, taker] = kept, both - kept
-            ways.append(exchanged)
-    if not ways:
-        return shares[None, :]
-    ways = np.concatenate(ways)
-    if "tok" in problem.entries:  # the newest block is never kept as token ids only
-        ways = ways[ways[:, problem.entries.index("tok")] < 0.95]
-    return np.unique(np.round(ways, 9), axis=0)
 
 
 def with_cache_fixed(grid: ChoiceGrid, choices: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@
 2. All choices are bounded at once (``lower_bound``).
 3. Choices near the incumbent have their programs solved (``lp``), rounded to blocks (``rounding``) and priced by
    ``sim.array_clock``, the most promising first (``branch_and_bound``).
-4. Batches between the grid's steps, and exchanges of blocks between entries, are tried near the best policy.
+4. Batches between the grid's steps, and both(…) entries, are tried near the best policy.
 
 The winner can be confirmed on the virtual clock. Its program can be written as a readable file (``audit``).
 """

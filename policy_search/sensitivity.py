@@ -194,5 +194,5 @@ def _best_of(
     if solver.best is first:
         return None
     solver.finer_batches(batches, settings.mini_batch_tokens)
-    solver.exchange()
+    solver.try_both()
     return solver.best

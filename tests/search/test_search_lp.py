@@ -25,11 +25,9 @@ from policy_search.lp import least_memory, solve
 from policy_search.rounding import (
     UnplacedPolicy,
     candidates_of,
-    exchanges,
     final_blocks,
     place_weights,
     roundings,
-    with_cache_fixed,
 )
 from policy_search.search import search
 from policy_search.search_problem import FULL, LOSSLESS, SearchProblem, batch_grid, pairs_of
@@ -264,20 +262,6 @@ def test_roundings_are_whole_blocks_that_add_up():
         assert ways.sum(axis=1) == pytest.approx(np.ones(len(ways)))
         assert ways * blocks == pytest.approx(np.round(ways * blocks))
         assert (np.abs(ways - shares).max(axis=1) <= 1 / blocks + 1e-9).any(), "one of them is near"
-
-
-def test_exchanges_move_one_entrys_share_to_another():
-    problem = problem_with(LOSSLESS)
-    shares = np.zeros(len(problem.entries))
-    shares[:2] = 0.25, 0.75
-    ways = exchanges(problem, shares)
-    assert ways.sum(axis=1) == pytest.approx(np.ones(len(ways))) and (ways >= 0).all()
-    moved = (np.abs(ways - shares) > 1e-9).sum(axis=1)
-    assert moved.max() == 2 and len(ways) > 500
-    assert (ways[:, problem.entries.index("tok")] < 0.95).all()
-    least, _ = with_cache_fixed(grid_of(problem), np.zeros(len(ways), dtype=int), ways)
-    best = solve(grid_of(problem), np.array([0])).value[0]
-    assert (least >= best * (1 - 1e-7)).all(), "the program's own shares are the best"
 
 
 def test_weights_fill_the_device_and_the_host_but_no_more():

@@ -172,8 +172,8 @@ def test_pruning_loses_nothing(rates, objective):
 
 
 @pytest.mark.parametrize("weights_device", [0.0, 1.0])
-def test_no_share_between_the_blocks_is_better(weights_device):
-    """The case is the main job's: one batch, KV and ACT on the host, decode only."""
+def test_no_share_between_the_blocks_is_much_better(weights_device):
+    """The case is the main job's: one batch, KV and ACT on the host, decode only. A context has 20 blocks."""
     hardware, workload = machine(), Workload.uniform(32, 300, 12)
     space = replace(PLAIN, entries=("act@host", "kv@host"))
     found = searched(
@@ -191,7 +191,7 @@ def test_no_share_between_the_blocks_is_better(weights_device):
         Problem(shape=SHAPE, hardware=hardware),
         Candidates(policy, 32, 300, 12, cache={"act@host": shares, "kv@host": 1 - shares}),
     )
-    assert found.prediction["decode_tokens_per_s"] >= fine.decode_tokens_per_s.max() * (1 - 1e-2)
+    assert found.prediction["decode_tokens_per_s"] >= fine.decode_tokens_per_s.max() * (1 - 1.5e-2)
     assert 0 < found.act_share < 1 and found.policy.weights.device == weights_device
     assert found.kv_act_bytes_ratio == pytest.approx(2 * (1 - found.act_share) / found.act_share)
     assert found.prediction["binding"] == max(found.prediction["busy"], key=found.prediction["busy"].get)
@@ -436,4 +436,4 @@ def test_nothing_lies_on_a_disk_that_gains_nothing():
     settings = SearchSettings(batch=10, space=replace(LOSSLESS, attention=("device",)))
     problem = Problem(shape=shape_by_name("opt-6.7b"), hardware=catalogue.load("t4"), dtype="float16")
     found = search(problem, Workload.uniform(10, 512, 32), settings)
-    assert found.policy.share("kv") == 1 and found.policy.cache.get("kv@disk", 0) == 0
+    assert not any("@disk" in entry for entry in found.policy.cache_entries)
