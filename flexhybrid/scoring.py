@@ -67,7 +67,9 @@ def score(
     with llm.waves(workload, problem=problem) as waves:
         for members, wave in waves:
             wanted = [last_tokens[i] if last_tokens else () for i in members]
-            wave_scores = _score_wave(llm, wave, [texts[i] for i in members], members, wanted, watch, on_tokens)
+            wave_scores = _score_wave(
+                llm, wave, [texts[i] for i in members], members, wanted, watch=watch, on_tokens=on_tokens
+            )
             for i, scored in zip(members.tolist(), wave_scores, strict=True):
                 scores[i] = scored
                 if on_score:

@@ -330,13 +330,13 @@ class CandidateSteps:
         """Return the prefill of ``batch`` requests in layers with this window. ``batch``: ``full_size`` or
         ``last_size``."""
         stored = self._by_copy(batch * self._stored_at_once(self.prompt, window))
-        return StepCounts(True, batch, self.prompt, 0.0, {}, {}, stored, window=self._windowed(window))
+        return StepCounts(True, batch, self.prompt, 0.0, {}, {}, stored=stored, window=self._windowed(window))
 
     def first_chunk(self, window: int | None = None) -> StepCounts:
         """Return the step of a long prompt's first chunk, in layers with this window."""
         tokens = np.minimum(self.chunk_size, self.prompt)
         stored = self._by_copy(self._stored_at_once(tokens, window))
-        return StepCounts(True, 1.0, tokens, 0.0, {}, {}, stored, window=self._windowed(window))
+        return StepCounts(True, 1.0, tokens, 0.0, {}, {}, stored=stored, window=self._windowed(window))
 
     def _windowed(self, window: int | None) -> int | None:
         """Return the window, or None if a selection decides which tokens are attended to."""

@@ -208,7 +208,9 @@ def template_run(
         tasks, ends = _repeated(tasks, ends, bounds, num_decode - laid_out)
     tasks, moved_after, num_moved = with_aliases(tasks, ends, inner, outer)
     barriers = structure.overlap == "step"
-    return TinyRun(tasks, inner, outer, ends, moved_after, num_moved, _unused(tasks, ends), barriers)
+    return TinyRun(
+        tasks, inner, outer, ends, moved_after, num_moved, unused_after=_unused(tasks, ends), barriers=barriers
+    )
 
 
 def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop, outer: Loop):
@@ -295,7 +297,7 @@ def lay_out(
     num_layers = len(layers)
     of_layers = tuple(states[kind] for kind in layers) if any(states) else ()
     machine = Hardware("tiny", "cpu", LINES, attends_in_place=in_place)
-    wave = _wave(structure, num_layers, num_mini_batches, num_decode, resident, on_disk, of_layers, machine)
+    wave = _wave(structure, (num_layers, num_mini_batches, num_decode), (resident, on_disk), of_layers, machine)
     policy = wave.policy
     waits_of, tasks, ends, loaded = _Waits(), [], [], False
     one_by_one = policy.overlap == "none"  # all tasks run as if on one resource
@@ -324,15 +326,14 @@ def _part_of(task: Task, wave: Wave) -> int:
 
 def _wave(
     structure: Policy,
-    num_layers: int,
-    num_mini_batches: int,
-    num_decode: int,
-    resident: int,
-    on_disk: int,
+    counts: tuple[int, int, int],
+    placed: tuple[int, int],
     states: tuple[LayerState | None, ...],
     machine: Hardware,
 ) -> Wave:
-    """Return a wave of a small model whose policy has this structure; ``states``: recurrent state of each layer."""
+    """Return a wave of a small model whose policy has this structure. ``counts``: numbers of layers, mini-batches and
+    decode iterations. ``placed``: (``resident``, ``on_disk``). ``states``: recurrent state of each layer."""
+    (num_layers, num_mini_batches, num_decode), (resident, on_disk) = counts, placed
     shape = ModelShape(
         name="tiny",
         family="opt",
@@ -361,7 +362,8 @@ def _wave(
     problem = Problem(shape=shape, dtype="float16", hardware=machine)
     groups = np.split(np.arange(workload.num_requests), num_mini_batches)
     wave = admit(problem, policy, workload, mini_batches=groups)
-    half = SplitLines("paper", 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    nothing = dict.fromkeys(("load_act_s", "weights_s", "forward_s", "forward_request_s", "attend_s"), 0.0)
+    half = SplitLines("paper", gen_s=1.0, load_kv_s=1.0, **nothing)
     split = {entry: half for entry in policy.cache if representation_of(entry) == "both"}
     return replace(wave, split=split)
 

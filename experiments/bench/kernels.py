@@ -167,7 +167,7 @@ def bench_gather(table: Table, sizes: KernelSizes, like: dict) -> None:
     held = generator.integers(max_blocks // 2, max_blocks + 1, 4 * sizes.batch)
     nothing, tokens = np.zeros_like(held), held * BLOCK_TOKENS
     blocks_held = (np.cumsum(held) - held)[:, None] + np.arange(max_blocks)
-    segment = Segment("kv@device", "kv", "device", blocks_held, tokens, nothing, held)
+    segment = Segment("kv@device", "kv", "device", blocks_held, tokens, start_block=nothing, reserved=held)
     pool = torch.randn(int(held.sum()), 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim, **like)
     targets = torch.empty(2, len(held), sizes.heads, segment.max_tokens, sizes.head_dim, **like)
     copied, blocks = torch.empty_like(targets), torch.from_numpy(segment.block_table).to(like["device"])

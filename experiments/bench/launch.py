@@ -136,7 +136,7 @@ def bench_planning_of_queue(table: Table) -> None:
 def bench_hand_off(table: Table) -> None:
     """Time a chain of tasks that changes lanes at every task, so that each hand-off wakes another thread."""
     lanes, cell = ("h2d", "compute", "d2h"), Access(("cell",), 0, 1)
-    chain = [Task(i, 0, 0, "work", lanes[i % 3], Work(), (cell,), (cell,)) for i in range(3000)]
+    chain = [Task(i, 0, 0, "work", lanes[i % 3], Work(), reads=(cell,), writes=(cell,)) for i in range(3000)]
     trace = Clock([HostLane(name, lambda task: None) for name in lanes]).run(chain)
     gaps = [later.start_s - earlier.end_s for earlier, later in zip(trace, trace[1:], strict=False)]
     median_us = 1e6 * statistics.median(gaps)

@@ -60,11 +60,11 @@ CASES = {
         bars={("act", "kv"): 1.8, ("mix with tok", "act"): 1.05},
     ),
 }
-RESIDENT = Case("opt-6.7b", "18GiB", "96GiB", 512, 32, 128, 31, (), bars={})
+RESIDENT = Case("opt-6.7b", "18GiB", "96GiB", 512, 32, most=128, decoded=31, kinds=(), bars={})
 PARTITION = Case(
     *("opt-30b", "14GiB", "28GiB", 1024, 24, 64, 4, ("mix", "act", "kv")),
     bars={("mix", "act"): 1.2, ("mix", "kv"): 1.2},
     num_layers=12,
     cuda_graphs=False,  # kernels are long there
 )
-OVERLAP = Case("opt-6.7b", "24GiB", "64GiB", 512, 48, 32, 47, (), bars={}, together=True)
+OVERLAP = Case("opt-6.7b", "24GiB", "64GiB", 512, 48, most=32, decoded=47, kinds=(), bars={}, together=True)

@@ -217,7 +217,8 @@ class Bodies:
         if form and form.name == HERMES and "<tool_call>" in self.codec.tokenizer.all_special_tokens:
             params = replace(params, skip_special_tokens=False)
         prompt = self.chat_text(prompt, variables, tools, ends) if url == CHAT else one_prompt(prompt)
-        return Draft(custom_id, prompt, params, model, url, return_token_ids, echo, echo_alone, form)
+        asked = {"return_token_ids": return_token_ids, "echo": echo, "echo_alone": echo_alone}
+        return Draft(custom_id, prompt, params, model, url, tool_form=form, **asked)
 
     def _take_tools(self, body: dict) -> tuple[list | None, ToolForm | None]:
         """Remove the tools from a chat's body; return them and the form of their calls. Raise Refused if unusable."""

@@ -143,7 +143,8 @@ class _Stream:
                 if recording is None:
                     if len(self.recordings) >= MOST_RECORDINGS:
                         self.recordings.clear()
-                    around = PositionContext(position, ahead, before, following, index, num_slices, opened)
+                    slice_of = {"index": index, "num_slices": num_slices, "opened": opened}
+                    around = PositionContext(position, ahead, before, following, **slice_of)
                     recording = self.recordings[key] = self._record(around)
                 owners = position, ahead, before, following and _slice_key(following, position, index)
                 for owner, make, entries in recording.parts:

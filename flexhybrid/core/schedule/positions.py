@@ -148,7 +148,7 @@ def _lay_out(
     for k, chunk, piece, built, requests in batch.steps(iteration, stopped):
         of_windows: dict[int | None, tuple[MiniBatchStep, StepCounts]] = {}
         for window in wave.windows:
-            step = make_step(wave, iteration, k, requests, chunk, piece, built, window)
+            step = make_step(wave, iteration, k, requests, chunk, piece, built=built, window=window)
             of_windows[window] = step, counts_of(step, wave)
         step, counts = of_windows[wave.windows[-1]]  # the last kind of layers keeps the most tokens
         whole_step, policy, by_kind = step, wave.policy, []

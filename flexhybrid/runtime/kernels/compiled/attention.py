@@ -359,12 +359,12 @@ def attend_items(kind, of_query, source, memories, layout, target, first, end):
             _reset(tile[2], softmax, count * queries, row)
             for block in range(0, total, CHUNK_BLOCKS):
                 chunk = block, min(total, block + CHUNK_BLOCKS)
-                _pass_chunk(kind, found, tile, sizes, chunk, (head, head + count), False)
+                _pass_chunk(kind, found, tile, sizes, chunk, (head, head + count), of_values=False)
                 for query in range(count * queries):
                     _update_softmax(
                         tile[0] + query * ROW_BYTES, chunk[1] - block, softmax, query, tile[2] + query * row, row
                     )
-                _pass_chunk(kind, found, tile, sizes, chunk, (head, head + count), True)
+                _pass_chunk(kind, found, tile, sizes, chunk, (head, head + count), of_values=True)
             _write_results(target[0] + at * d * 4, tile, softmax, count * queries, (d, row))
             for query in range(count * queries):
                 _store(target[1] + 4 * (at + query), softmax[0, query] + np.log(softmax[1, query]))
