@@ -13,6 +13,8 @@ Each price comes from a few iterations; policies near the best are priced again 
 
 from __future__ import annotations
 
+import pickle
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
@@ -170,3 +172,12 @@ def running_answer(workload: Workload) -> int:
     """Return the mean answer tokens of a running request. Long answers run for longer, so they have more weight."""
     answers = workload.answers.astype(float)
     return max(1, round(float(np.square(answers).sum() / answers.sum())))
+
+
+if __name__ == "__main__":  # a process that searches during a run (``jobs.run.replanning``), from stdin to stdout
+    asked = pickle.load(sys.stdin.buffer)
+    try:
+        best = best_for_queue(*asked)
+    except InputError:
+        sys.exit(1)
+    pickle.dump((best.policy, best.run), sys.stdout.buffer)

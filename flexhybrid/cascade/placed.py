@@ -4,9 +4,9 @@ import json
 
 from flexhybrid.cascade.cluster import arrivals, simulation
 from flexhybrid.cascade.cluster.deployment import deploy
-from flexhybrid.cascade.cluster.energy import POWER, PowerModel
 from flexhybrid.cascade.cluster.profiles import flow_of, read_profiles
 from flexhybrid.cascade.cluster.served import even_cluster
+from flexhybrid.cascade.cluster.simulation import POWER, PowerModel
 from flexhybrid.cascade.placement.search import Plan, describe, most_rate, plan
 from flexhybrid.cascade.routes import Cascade
 from flexhybrid.core.errors import InputError

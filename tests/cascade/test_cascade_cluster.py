@@ -15,9 +15,9 @@ from flexhybrid import cli
 from flexhybrid.cascade.cluster import simulation as cluster
 from flexhybrid.cascade.cluster.arrivals import poisson, read_trace
 from flexhybrid.cascade.cluster.deployment import deploy, place
-from flexhybrid.cascade.cluster.energy import PowerModel
 from flexhybrid.cascade.cluster.profiles import flow_of, offloaded_lines, read_profiles
 from flexhybrid.cascade.cluster.served import BatchLine, Flow, ServedModel, chain, direct, even_cluster
+from flexhybrid.cascade.cluster.simulation import PowerModel
 from flexhybrid.cascade.placement.search import plan
 from flexhybrid.cascade.routes import Cascade, CascadeModel, Expected, Skip
 from flexhybrid.core.errors import InputError

@@ -8,7 +8,7 @@ from experiments.reproduce.cascade.setup import FAMILIES, MODES, CascadeSystem
 from experiments.reproduce.cascade.setup import family as family_of
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, bars
 from experiments.reproduce.paper import CASCADE, context, judged
-from flexhybrid.cascade.cluster.energy import POWER
+from flexhybrid.cascade.cluster.simulation import POWER
 
 LOAD = 0.8  #: of what the giant alone carries on the 12 GPUs: the rate at which both systems are compared
 LIGHT = 2e-5  #: of it: fewer than one request in a thousand meets another

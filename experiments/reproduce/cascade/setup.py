@@ -15,9 +15,8 @@ from experiments.reproduce.experiment import Constant
 from experiments.reproduce.paper import CASCADE
 from flexhybrid.cascade.cluster.arrivals import poisson
 from flexhybrid.cascade.cluster.deployment import deploy
-from flexhybrid.cascade.cluster.energy import POWER
 from flexhybrid.cascade.cluster.served import BatchLine, Flow, ServedModel, chain, direct, even_cluster
-from flexhybrid.cascade.cluster.simulation import Served, simulate
+from flexhybrid.cascade.cluster.simulation import POWER, Served, simulate
 from flexhybrid.cascade.placement import assign
 from flexhybrid.cascade.placement.instances import layouts
 from flexhybrid.cascade.placement.search import Plan, most_rate

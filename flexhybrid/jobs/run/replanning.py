@@ -232,7 +232,7 @@ class Replanner:
         settings = auto_settings(problem.hardware, waiting, weights_device=share, margin=0.0, time_limit=limit_s / 3)
         settings = replace(settings, max_batch=min(settings.max_batch, self.max_batch or settings.max_batch))
         asked = pickle.dumps((problem, waiting, settings, [current, *other_mixes(current)]))
-        command = [sys.executable, "-m", "flexhybrid.jobs.run.searching"]
+        command = [sys.executable, "-m", "policy_search.queue_search"]
         with Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL) as self._process:
             try:
                 found = self._process.communicate(asked, limit_s)[0]
