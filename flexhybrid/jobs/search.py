@@ -17,7 +17,6 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import counted
 from flexhybrid.jobs.options import WHERE, PolicySearchOptions
 from flexhybrid.jobs.simulate import (
-    WEIGHTS_STREAMED,
     Note,
     SimulatedQueue,
     describe,
@@ -28,13 +27,14 @@ from flexhybrid.jobs.simulate import (
     simulate_system,
     unlike_weights,
 )
+from flexhybrid.jobs.sweep.side_by_side import SystemRun, by_system
 from policy_search.keep import with_kept
 from policy_search.papers.at_best import at_best
 from policy_search.queue_search import best_for_queue
 from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, TooSlowError, confirmed, search
 from policy_search.search_problem import SearchProblem, measured_space
 from policy_search.sensitivity import TOLERANCE, Sensitivity, assumed_rates, sensitivity_of
-from policy_search.systems import SYSTEMS, Setting, System, dropped, system
+from policy_search.systems import SYSTEMS, Setting, System, system
 from sim.presets import infinigen
 from sim.queue_clock import QueueRun
 from sim.simulate import SimulatedRun
@@ -65,7 +65,7 @@ class SearchReport(NamedTuple):
     hardware: Hardware
     search_s: float
     sensitivity: Sequence[Sensitivity] = ()
-    rivals: Sequence[dict] = ()  #: rows of ``_rivals``
+    rivals: Sequence[SystemRun] = ()
     rivals_s: float = 0.0
     bounds: tuple[str, ...] = ()  #: flags that limit the search but not the other systems
 
@@ -95,7 +95,7 @@ def run_search(
 
     free = options.batch is None and options.objective == "throughput"
     names = LOSSLESS_RIVALS + (() if options.lossless else LOSSY_RIVALS)
-    priced = in_second_process(lambda: [_at_best(name, setting, free) for name in names if name != LONGEST])
+    priced = in_second_process(lambda: [_rival(name, setting, free) for name in names if name != LONGEST])
     tried = [replace(settings, batch=batch if at_a_time is None else at_a_time)]
     if batch is not None and batch > 1 and options.objective == "throughput" and at_a_time is None:
         tried.append(replace(settings, max_batch=batch))  # smaller waves of the same requests may be faster
@@ -121,9 +121,9 @@ def run_search(
     began = time.perf_counter()
     bits = result.policy.bits
     packed = () if bits.native else IN_ANY_BITS
-    priced_in_bits = in_second_process(lambda: [_at_best(name, setting, free, bits) for name in packed])
-    rows = [_at_best(LONGEST, setting, free), *priced(), *(row for row in priced_in_bits() if not row["error"])]
-    rivals = _rivals(rows, best, result.problem)
+    priced_in_bits = in_second_process(lambda: [_rival(name, setting, free, bits) for name in packed])
+    rivals = [_rival(LONGEST, setting, free), *priced(), *(rival for rival in priced_in_bits() if rival.run)]
+    rivals.sort(key=lambda rival: -rival.tokens_per_s)
     report = report._replace(rivals=rivals, rivals_s=time.perf_counter() - began)
     show(describe_rivals(report))
     return report
@@ -187,33 +187,30 @@ def _selection_of(options: PolicySearchOptions, setting: Setting) -> Selection |
     return selection
 
 
-def _at_best(name: str, setting: Setting, free: bool, bits: Bits | None = None) -> dict:
-    """Return a system's row at its best batch and settings, or with its error. ``bits``: None for its own."""
-    row = dict.fromkeys(("system", "tokens_per_s", "total_s", "loses", "error", "weights_on_device", "lossless"))
+def _rival(name: str, setting: Setting, free: bool, bits: Bits | None = None) -> SystemRun:
+    """Return a system's run with its best batch and settings, or its error. ``bits``: None for its own."""
+    point = {"system": f"{name}, same bits" if bits else name}
     try:
-        made, run = at_best(name, setting, free, bits)
-        row |= {"tokens_per_s": run.tokens_per_s, "total_s": run.total_s, "policy": made.policy.to_dict()}
-        row |= {"weights_on_device": run.kept_weights["device"], "lossless": made.policy.lossless}
-        row |= {"at_a_time": run.wave, "num_mini_batches": run.num_mini_batches}
-        row |= {"ttft_s": run.ttft_s, "tpot_s": run.tpot_s}
+        return SystemRun(point, setting, *at_best(name, setting, free, bits))
     except InputError as error:
-        row["error"] = str(error)
-    return row | {"system": f"{name}, same bits" if bits else name}
+        return SystemRun(point, error=str(error))
 
 
-def _rivals(rows: list[dict], best: SimulatedRun, problem: SearchProblem) -> list[dict]:
-    """Return the rows, the fastest first, with two more columns.
-
-    "loses": the share by which a system is slower than the best policy. "exceeds": the latency limits that it exceeds.
-    """
+def _exceeded(problem: SearchProblem, rival: SystemRun) -> dict[str, float]:
+    """Return the latencies of a system's run that exceed a limit of the search, by name."""
     limits = {"ttft_s": problem.max_ttft_s, "tpot_s": problem.max_tpot_s}
-    for row in rows:
-        row["loses"] = row["tokens_per_s"] and 1 - row["tokens_per_s"] / best.tokens_per_s
-        row["exceeds"] = [name for name, limit in limits.items() if limit and row.get(name, 0.0) > limit]
-    return sorted(rows, key=lambda row: -(row["tokens_per_s"] or 0))
+    latencies = {name: getattr(rival.run, name) for name, limit in limits.items() if rival.run and limit}
+    return {name: latency for name, latency in latencies.items() if latency > limits[name]}
 
 
-def in_second_process(work: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
+def _rival_record(report: SearchReport, rival: SystemRun) -> dict:
+    """Return plain JSON. "loses": the share by which the system is slower than the best policy."""
+    loses = 1 - rival.tokens_per_s / report.best.tokens_per_s if rival.run else None
+    exceeds = list(_exceeded(report.found.problem, rival))
+    return rival.to_dict(None) | {"error": rival.error or None, "loses": loses, "exceeds": exceeds}
+
+
+def in_second_process(work: Callable[[], list]) -> Callable[[], list]:
     """Start ``work`` in a second process; return a function that waits for the result.
 
     That function does the work itself with one core, without fork, or if the process fails.
@@ -229,7 +226,7 @@ def in_second_process(work: Callable[[], list[dict]]) -> Callable[[], list[dict]
         with contextlib.suppress(Exception):  # the parent then repeats the work and raises the error
             outlet.send(work())
 
-    def wait() -> list[dict]:
+    def wait() -> list:
         with inlet:
             try:
                 return inlet.recv()
@@ -255,7 +252,7 @@ def search_record(report: SearchReport) -> dict:
         "margin": found.margin,
         "search_s": report.search_s,
         "rivals_s": report.rivals_s,
-        "rivals": report.rivals,
+        "rivals": [_rival_record(report, rival) for rival in report.rivals],
         "not_of_rivals": list(report.bounds),
         "assumed": sorted(assumed_rates(report.hardware)),
         "hangs_on": [asdict(rate) | {"other": rate.other.to_dict()} for rate in report.sensitivity],
@@ -331,26 +328,16 @@ def describe_rivals(report: SearchReport) -> str:
     """Return the other systems as lines of text."""
     binds = "binds" if len(report.bounds) == 1 else "bind"
     bound = f" ({' and '.join(report.bounds)} {binds} the search alone, not these)" if report.bounds else ""
+    rivals = []
+    for rival in report.rivals:
+        exceeded = _exceeded(report.found.problem, rival).items()
+        notes = [f"{name[:4].upper()} {latency:.4g} s is over the limit" for name, latency in exceeded]
+        if rival.made and rival.made.policy.bits != report.found.policy.bits:
+            notes.append(f"bits {_bits_text(rival.made.policy.bits)}")
+        rivals.append(rival._replace(notes=tuple(notes)))
     lines = [
         f"Other systems, each with its best batch and settings, found in {report.rivals_s:.2f} s{bound}:",
-        f"  {'':28} {'tokens/s':>10} {'':>7} {'requests':>9} {'mini-batches':>12} {'weights on device':>17}",
+        by_system(rivals, report.best.tokens_per_s),
     ]
-    for row in report.rivals:
-        if row["tokens_per_s"]:
-            streamed = row["system"].startswith("resident") and row["weights_on_device"] < 1
-            bits, notes = Bits(**row["policy"]["bits"]), [WEIGHTS_STREAMED * bool(streamed)]
-            notes += [f"{name[:4].upper()} {row[name]:.4g} s is over the limit" for name in row["exceeds"]]
-            notes += [f"bits {_bits_text(bits)}"] * (bits != report.found.policy.bits)
-            unused = dropped(row["system"], row["policy"]["attention"])
-            notes += ["changes the tokens" * (not row["lossless"]), unused]
-            note = f" ({'; '.join(filter(None, notes))})" if any(notes) else ""
-            lines.append(
-                f"  {row['system']:28} {row['tokens_per_s']:10.4g} {-row['loses']:+7.1%} {row['at_a_time']:9} "
-                f"{row['num_mini_batches']:12} {row['weights_on_device']:17.0%}{note}"
-            )
-        else:
-            reason = row["error"].partition("does not fit. ")[2] or row["error"]
-            lines.append(f"  {row['system']:28} does not run: {reason}")
-    on_device = (row["weights_on_device"] for row in report.rivals if row["tokens_per_s"])
-    lines += unlike_weights([report.best.kept_weights["device"], *on_device])
-    return "\n".join(lines)
+    runs = [report.best, *(rival.run for rival in rivals if rival.run)]
+    return "\n".join(lines + unlike_weights(run.kept_weights["device"] for run in runs))

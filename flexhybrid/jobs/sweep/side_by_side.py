@@ -12,6 +12,7 @@ from flexhybrid.jobs.rates import RATES, costs
 from flexhybrid.jobs.simulate import (
     LENGTHS,
     POINT,
+    WEIGHTS_STREAMED,
     Note,
     SimulatedQueue,
     is_policy_file,
@@ -47,6 +48,7 @@ class SystemRun(NamedTuple):
     made: System | None = None
     run: SimulatedRun | SimulatedQueue | None = None
     error: str = ""
+    notes: tuple[str, ...] = ()  #: further remarks
 
     @property
     def system(self) -> str:
@@ -70,8 +72,9 @@ class SystemRun(NamedTuple):
         if not self.run:
             return ""
         row = self.run.to_dict()
-        notes = [LOSSY * (not row["lossless"]), dropped(self.system, row["policy"]["attention"])]
-        return "; ".join(filter(None, notes))
+        streamed = self.system.startswith("resident") and bool(row["kept_weights"]["device"] < 1)
+        notes = [*self.notes, WEIGHTS_STREAMED * streamed, LOSSY * (not row["lossless"])]
+        return "; ".join(filter(None, [*notes, dropped(self.system, row["policy"]["attention"])]))
 
 
 def varied_of(text: str) -> Varied:
@@ -122,7 +125,7 @@ def side_by_side(
 
 def describe_answers(found: list[SystemRun], varied: Varied | None) -> str:
     """Return a table as text: a row per value with the tokens/s of each system, or without a field a row per system."""
-    table = _by_value(found, varied) if varied else _by_system(found)
+    table = _by_value(found, varied) if varied else by_system(found)
     runs = [answer.run.to_dict() for answer in found if answer.run]
     on_device = [run["kept_weights"]["device"] for run in runs]
     unlike = unlike_weights(on_device) if len({answer.system for answer in found}) > 1 else []
@@ -145,9 +148,11 @@ def _by_value(found: list[SystemRun], varied: Varied) -> str:
     return "\n".join([*lines, *(f"  -  {text}" for text in wrong), *said])
 
 
-def _by_system(found: list[SystemRun]) -> str:
+def by_system(found: Sequence[SystemRun], best: float | None = None) -> str:
+    """Return a table as text, the fastest system first. ``best``: tokens/s to compare each with; None: none."""
     width = max(len(answer.system) for answer in found)
-    lines = [f"  {'':{width}}  {'tokens/s':>10}  {'seconds':>10}  {'requests':>9}  at a time"]
+    compared = f" {'':7}" if best else ""
+    lines = [f"  {'':{width}}  {'tokens/s':>10}{compared}  {'seconds':>10}  {'requests':>9}  at a time"]
     for answer in sorted(found, key=lambda answer: -answer.tokens_per_s):
         if answer.run is None:
             lines.append(f"  {answer.system:{width}}  does not run: {answer.error}")
@@ -155,8 +160,9 @@ def _by_system(found: list[SystemRun]) -> str:
         row = answer.run.to_dict()
         placed = f"weights {shares_text(row['kept_weights'])}; cache {shares_text(row['policy']['cache'])}"
         requests, at_a_time = row.get("requests", row.get("batch")), row.get("at_a_time", row.get("wave"))
+        compared = f" {answer.tokens_per_s / best - 1:+7.1%}" if best else ""
         lines.append(
-            f"  {answer.system:{width}}  {row['tokens_per_s']:10.4g}  {row['total_s']:10.4g}  {requests:9}  "
+            f"  {answer.system:{width}}  {answer.tokens_per_s:10.4g}{compared}  {row['total_s']:10.4g}  {requests:9}  "
             f"{at_a_time:9}  {placed}; bound by {row['binding']}{_costs_text(answer)}"
             f"{answer.remarks and f' ({answer.remarks})'}"
         )
