@@ -204,22 +204,11 @@ class LLM(Runner):
         if tools:
             check_tools(tools)
         many = messages if messages and all(isinstance(one, (list, tuple)) for one in messages) else [messages]
-        texts, encoded = self._conversations(many, chat_template, variables, tools, form)
+        texts = _conversations(many, self.tokenizer, chat_template, variables, tools, form)
+        asked = [(text, SamplingParams()) for text in texts]
+        encoded = raised(self.codec.check_all(asked, "conversation {}".format, special_tokens=False))
         answers = self.generate([{"prompt_token_ids": ids} for ids in encoded], sampling_params, use_tqdm=use_tqdm)
         return [answer and replace(answer, prompt=text) for text, answer in zip(texts, answers)]
-
-    def _conversations(
-        self, many: list, template: str | None, variables: dict, tools: list[dict] | None, form: str
-    ) -> tuple[list[str], list[list[int]]]:
-        """Return the formatted conversations, as texts and as token ids. Raise InputError for the first wrong one."""
-        texts = list[str]()
-        for place, conversation in enumerate(many):
-            try:
-                texts.append(chat_text(list(conversation), self.tokenizer, template, variables, tools, form))
-            except Refused as refused:
-                raise InputError(f"conversation {place}: {refused.message}") from None
-        asked = [(text, SamplingParams()) for text in texts]
-        return texts, raised(self.codec.check_all(asked, "conversation {}".format, special_tokens=False))
 
     def get_tokenizer(self):
         """Return transformers' tokenizer of the checkpoint; None without one."""
@@ -229,3 +218,14 @@ class LLM(Runner):
 
         def __getattr__(self, name: str):
             raise AttributeError(absent_method(name), name=name, obj=self)
+
+
+def _conversations(many: list, tokenizer, template: str | None, variables: dict, tools, form: str) -> list[str]:
+    """Return the formatted conversations. Raise InputError for the first wrong one."""
+    texts = list[str]()
+    for place, conversation in enumerate(many):
+        try:
+            texts.append(chat_text(list(conversation), tokenizer, template, variables, tools, form))
+        except Refused as refused:
+            raise InputError(f"conversation {place}: {refused.message}") from None
+    return texts

@@ -111,11 +111,8 @@ class ChoiceGrid:
             self._terms[key] = evaluate(*arguments)
         return self._terms[key]
 
-    @property
+    @cached_property
     def reference(self) -> np.ndarray:
-        return self._term(self._reference_term)
-
-    def _reference_term(self) -> np.ndarray:
         return self._evaluate({"kv@device": 1.0})[0]
 
     def _cache_term(self, entry: str, bits) -> np.ndarray:

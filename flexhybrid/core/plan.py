@@ -143,8 +143,7 @@ class _Stream:
                 if recording is None:
                     if len(self.recordings) >= MOST_RECORDINGS:
                         self.recordings.clear()
-                    slice_of = {"index": index, "num_slices": num_slices, "opened": opened}
-                    around = PositionContext(position, ahead, before, following, **slice_of)
+                    around = PositionContext(position, ahead, before, following, index, num_slices, opened=opened)
                     recording = self.recordings[key] = self._record(around)
                 owners = position, ahead, before, following and _slice_key(following, position, index)
                 for owner, make, entries in recording.parts:

@@ -236,7 +236,7 @@ class DiskSpace:
                 except IndexError:
                     return
                 try:
-                    self._move(direction, request)
+                    _move(self._file, direction, request)
                 except Exception as error:
                     errors.append(error)  # raised below, on the calling thread
 
@@ -257,33 +257,35 @@ class DiskSpace:
         if closed:
             raise DiskError(f"{self._file} was closed during a {direction}")
 
-    def _move(self, direction: str, request: _Request) -> None:
-        call = os.preadv if direction == "read" else os.pwritev
-        done = 0
-        try:
-            if request.direct and self._file.direct_fd is not None:
-                done = call(self._file.direct_fd, request.buffers, request.offset)
-            while done < request.num_bytes:  # the rest of a short direct request is not aligned
-                moved = call(self._file.fd, _after(request.buffers, done), request.offset + done)
-                if moved == 0:
-                    break
-                done += moved
-        except OSError as error:
-            advice = "; free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            raise DiskError(
-                f"cannot {direction} {request.num_bytes:,} bytes at offset {request.offset:,} of {self._file}: "
-                f"{error.strerror or error}{advice}"
-            ) from None
-        if done < request.num_bytes:
-            raise DiskError(
-                f"short {direction} of {self._file}: {done:,} of {request.num_bytes:,} bytes at offset "
-                f"{request.offset:,}; the file was shortened while it was in use"
-            )
-
 
 def _release(file: ScratchFile, workers: ThreadPoolExecutor) -> None:
     workers.shutdown(wait=False)
     file.close()
+
+
+def _move(file: ScratchFile, direction: str, request: _Request) -> None:
+    """Perform a request. Raise DiskError if it fails."""
+    call = os.preadv if direction == "read" else os.pwritev
+    done = 0
+    try:
+        if request.direct and file.direct_fd is not None:
+            done = call(file.direct_fd, request.buffers, request.offset)
+        while done < request.num_bytes:  # the rest of a short direct request is not aligned
+            moved = call(file.fd, _after(request.buffers, done), request.offset + done)
+            if moved == 0:
+                break
+            done += moved
+    except OSError as error:
+        advice = "; free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise DiskError(
+            f"cannot {direction} {request.num_bytes:,} bytes at offset {request.offset:,} of {file}: "
+            f"{error.strerror or error}{advice}"
+        ) from None
+    if done < request.num_bytes:
+        raise DiskError(
+            f"short {direction} of {file}: {done:,} of {request.num_bytes:,} bytes at offset "
+            f"{request.offset:,}; the file was shortened while it was in use"
+        )
 
 
 def _joined(parts: list[_Part]) -> list[_Request]:
