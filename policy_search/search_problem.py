@@ -264,6 +264,8 @@ class SearchProblem(Problem):
         weights, kv, act = (
             [bits for bits in widths if bits in known] for widths in (space.weights_bits, space.kv_bits, space.act_bits)
         )
+        if self.shape.packed_elements:
+            weights = [NATIVE]  # as the checkpoint packs them
         stored = {representation_of(entry) for entry in space.mix or self.entries}
         stored |= {"kv", "act"} if "both" in stored else set()
         on_device = list(product(weights, kv if "kv" in stored else [NATIVE], act if "act" in stored else [NATIVE]))

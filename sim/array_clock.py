@@ -134,7 +134,7 @@ def _resident_class(steps: CandidateSteps) -> np.ndarray:
     frequent kind of layers decides; the last class needs layers of every kind to be resident. Packed weights are
     unpacked by layer, so only whole layers count."""
     complete = (steps.resident >= steps.layer_sizes).all(axis=0).astype(int)
-    if steps.policy.bits.weights != "native":
+    if steps.problem.shape.unpacks(steps.policy.bits.weights):
         return RESIDENT_CLASSES[-1] * complete
     counts = steps.problem.shape.weights_counts
     usual = counts.index(max(counts))
@@ -215,7 +215,11 @@ class _TemplateWalk:
             if stretch.entry is not None:
                 self.after[len(self.phase_of) - 1] = stretch.count - num_walked
         self.tiny = template_run(
-            structure_of(steps.policy, tuple(sorted(steps.shares))),
+            structure_of(
+                steps.policy,
+                tuple(sorted(steps.shares)),
+                steps.problem.shape.unpacks(steps.policy.bits.weights),
+            ),
             *loops_of(steps.policy, steps.layers, int(steps.num_mini_batches[0])),
             num_decode=len(self.phase_of) - 1,
             resident=int(_resident_class(steps)[0]),

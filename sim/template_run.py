@@ -94,9 +94,10 @@ class TinyRun:
     barriers: bool  #: all resources synchronize after each position
 
 
-def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
+def structure_of(policy: Policy, entries: tuple[str, ...], unpacks: bool = False) -> Policy:
     """Return the policy with its numbers replaced by standard ones. Policies with equal results share a template run.
-    ``entries``: names of its cache entries."""
+    ``entries``: names of its cache entries. ``unpacks``: the checkpoint's weights are packed, which is as if the policy
+    packed them."""
     selection = policy.selection
     if selection.method == "speculative":
         pool, victim = (0.5, "lru") if counts_uses(selection) else (1.0, "fifo")
@@ -112,7 +113,7 @@ def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
         )
     elif selection.method == "heavy_hitter":
         selection = replace(selection, budget=0.5)
-    widths = (policy.bits.weights, policy.bits.kv, policy.bits.act)
+    widths = (8 if unpacks else policy.bits.weights, policy.bits.kv, policy.bits.act)
     return replace(
         policy,
         name="",

@@ -173,7 +173,7 @@ class VerbSeconds:
         early = layout.kv_end - steps.resident[weights]
         whole = steps.policy.schedule == "row" or steps.num_mini_batches == 1
         cut = whole & (early > 0) & (steps.on_disk[weights] == 0) & (layout.kv_end < layout.total_bytes)
-        cut = cut & (steps.policy.bits.weights == "native")
+        cut = cut & (not steps.problem.shape.unpacks(steps.policy.bits.weights))
         return np.where(cut, self._price("load_weights", "h2d", Work(link_bytes=np.maximum(early, 0))), 0.0)
 
     def _add_chunks(self) -> None:

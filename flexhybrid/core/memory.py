@@ -162,7 +162,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     on_device = {
         "resident weights": weights.resident,
         "weight slots": NUM_SLOTS * weights.slot,
-        "plain weights": shape.layer_bytes(p) if policy.bits.weights != "native" else 0,
+        "plain weights": shape.layer_bytes(p) if shape.unpacks(policy.bits.weights) else 0,
         "embedding and head": shape.embedding_bytes(p),
         "ACT buffers": NUM_SLOTS * sizes.act_buffer_blocks * BLOCK_TOKENS * row["act"],
         "KV buffers": NUM_SLOTS * sizes.kv_buffer_blocks * BLOCK_TOKENS * row["kv"],
@@ -322,7 +322,7 @@ def partial_query_bytes(problem: Problem, policy: Policy, columns: int, column_s
     if not whole_queries(shape, policy.selection):
         return chosen + column_sets * shape.num_heads * columns * row
     query_end = stored_layers(problem, policy)[0].layout.qkv_end
-    all_resident = (resident >= query_end) & (policy.bits.weights == "native")
+    all_resident = (resident >= query_end) & (not shape.unpacks(policy.bits.weights))
     skew = shape.num_kv_heads * shape.head_dim**2 * p if shape.rotary else 0
     return chosen + skew + (1 - all_resident) * shape.query_width * row
 

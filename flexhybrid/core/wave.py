@@ -174,7 +174,8 @@ class Wave:
 
     def cuts_layer(self, layer: int) -> bool:
         """Return whether a layer that is not sliced has two loads: W_K and W_V, then, after ACT, the other weights."""
-        streams_early = self.policy.weight_order == "kv_act_first" and self.policy.bits.weights == "native"
+        unpacks = self.shape.unpacks(self.policy.bits.weights)
+        streams_early = self.policy.weight_order == "kv_act_first" and not unpacks
         return streams_early and self.placed_of(layer).has_early_part
 
 
@@ -197,6 +198,11 @@ def check_planned(policy: Policy, shape: ModelShape) -> None:
         raise InputError(
             f"policy {policy.name}: selection.whole_layers is {whole}; {shape.name} has {shape.num_layers} layers: "
             "give no more than that"
+        )
+    if shape.packed_elements and policy.bits.weights != "native":
+        raise InputError(
+            f"policy {policy.name}: bits.weights {policy.bits.weights} would pack weights that the checkpoint of "
+            f'{shape.name} has packed: it must be "native"'
         )
     representations = {representation_of(entry) for entry in policy.cache_entries}
     speculative = policy.selection.method == "speculative"

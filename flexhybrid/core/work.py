@@ -148,6 +148,14 @@ def convert(elements, p: int, stored: float) -> Work:
     return Work(memory_bytes=elements * (p + stored), tokens=elements)
 
 
+def unpack_layer(shape: ModelShape, p: int, weights_bits: str | int, stored: float) -> Work:
+    """Return the work of unpacking a layer's matrices: all of them, as the policy packs them, with ``stored`` bytes of
+    an element; or with native bits those that the checkpoint packs."""
+    if weights_bits != "native":
+        return convert(shape.layer_matrix_elements, p, stored)
+    return convert(shape.packed_elements, p, shape.packed_bytes / shape.packed_elements)
+
+
 def move_hidden(shape: ModelShape, p: int, rows) -> Work:
     """Return the work of copying hidden states between the device and another tier."""
     return Work(link_bytes=rows * shape.passed_width * p, num_copies=1, tokens=rows)

@@ -29,7 +29,7 @@ from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans, StepMaker, StepTensors, TokenTable, to_device
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.parts import Parts
-from flexhybrid.runtime.storage.weights import Weights, WeightSlots
+from flexhybrid.runtime.storage.weights import Stored, Weights, WeightSlots
 from flexhybrid.runtime.token_masks import TokenMasks
 
 NOTHING = torch.empty(0, dtype=torch.float32)  #: replaces a tensor that is not made yet, or whose memory was freed
@@ -56,23 +56,24 @@ class LayerWeights:
         layers, in_slots = range(weights.shape.num_layers), slots.device or [None]
         self.by_slot = [[weights.views(layer, slot) for slot in in_slots] for layer in layers]
         self.has_slots = bool(slots.device)
-        packed, by_layer = weights.bits != "native", layers if weights.modules else range(1)
-        self.plain = [weights.plain_views(slots.plain, layer) for layer in by_layer if packed]
+        by_layer = layers if weights.modules else range(1)
+        #: by layer, or one for all; empty for layers that are not unpacked
+        self.plain = [weights.plain_views(slots.plain, n) if weights.unpacks(n) else {} for n in by_layer]
         self._weights, self._pairs = weights, {}  #: (layer, slot) -> ``pairs``
 
     def stored(self, task: Task) -> dict[str, Parts]:
         return self.by_slot[task.layer][task.payload.weight_slot if self.has_slots else 0]
 
-    def pairs(self, task: Task) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def pairs(self, task: Task) -> list[tuple[Stored, torch.Tensor]]:
         """Return ``Weights.plain_pairs`` of a task's layer."""
         key = task.layer, task.payload.weight_slot
         if key not in self._pairs:
-            self._pairs[key] = self._weights.plain_pairs(self.stored(task), self.of(task))
+            self._pairs[key] = self._weights.plain_pairs(task.layer, self.stored(task), self.of(task))
         return self._pairs[key]
 
     def of(self, task: Task) -> dict[str, Parts]:
         """Return the tensors of a task's layer in the compute dtype."""
-        return self.plain[task.layer % len(self.plain)] if self.plain else self.stored(task)
+        return self.plain[task.layer % len(self.plain)] or self.stored(task)
 
 
 class HiddenStates:

@@ -1,6 +1,7 @@
-"""Test that formats of packed weights are found wherever tools write them, with their bits."""
+"""Test that formats of packed weights are found wherever tools write them, with their bits, and which are read."""
 
 import json
+import re
 
 import pytest
 
@@ -62,12 +63,45 @@ def write(folder, **fields):
     return folder
 
 
+READ = ("gptq", "awq", "mxfp4", "fp8", "fbgemm_fp8", "compressed-tensors", "pack-", "float-q", "int-q", "modelopt fp8")
+
+
 @pytest.mark.parametrize("settings, name, bits", FORMATS)
 def test_each_format_is_named_with_its_bytes(settings, name, bits, tmp_path):
-    with pytest.raises(PackedWeights, match=f"packed as .*{name}.* .quantization_config of config.json") as refused:
-        shape_from_config(write(tmp_path, quantization_config=settings))
-    size = refused.value.stored_bytes
-    assert bits is None or size == pytest.approx(LINEAR * bits / 8 + OTHERS * 2, rel=0.001)
+    """A format that is read counts as stored, with the groups of columns (GPTQ); the others are refused by name."""
+    write(tmp_path, quantization_config=settings)
+    if name.startswith(READ):
+        found = packed_format({"quantization_config": settings}, tmp_path / "config.json")
+        size = shape_from_config(tmp_path).weights_bytes(2)
+        assert found and name in found.name and found.form
+    else:
+        with pytest.raises(PackedWeights, match=f"packed as .*{name}.* .quantization_config of config.json") as refused:
+            shape_from_config(tmp_path)
+        size = refused.value.stored_bytes
+    assert bits is None or size == pytest.approx(LINEAR * bits / 8 + OTHERS * 2, rel=0.008 if "gptq" in name else 0.003)
+
+
+NVFP4 = ct(dict(num_bits=4, type="float", group_size=16), "nvfp4-pack-quantized")
+
+
+@pytest.mark.parametrize(
+    "settings, name",
+    [
+        (dict(quant_method="gptq", bits=3, group_size=128), "gptq, 3 bits"),
+        (dict(quant_method="gptq", bits=2, group_size=128), "gptq, 2 bits"),
+        (dict(quant_method="gptq", bits=4, checkpoint_format="marlin"), "gptq, 4 bits marlin"),
+        (dict(quant_method="awq", bits=4, group_size=128, version="gemv"), "awq, 4 bits in groups of 128 gemv"),
+        (ct(WEIGHTS | {"num_bits": 3}, "pack-quantized"), "pack-quantized, 3 bits"),
+        (ct(WEIGHTS, "pack-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        (NVFP4, "nvfp4-pack-quantized"),
+        (dict(quant_method="aqlm"), "aqlm"),
+        (dict(load_in_4bit=True), "bitsandbytes"),
+    ],
+)
+def test_variants_that_are_not_read_are_refused_with_those_that_are(settings, name, tmp_path):
+    write(tmp_path, quantization_config=settings)
+    with pytest.raises(PackedWeights, match=f"config.json: .*{name}.*give plain ones.*MXFP4, FP8.*GPTQ, AWQ gemm"):
+        shape_from_config(tmp_path)
 
 
 FP8 = {"quant_method": "fp8"}
@@ -92,8 +126,14 @@ ALGORITHM = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "F
 def test_the_format_is_found_in_every_place(fields, files, said_by, tmp_path):
     for name, settings in files.items():
         (tmp_path / name).write_text(json.dumps(settings))
-    with pytest.raises(InputError, match=said_by):
-        shape_from_config(write(tmp_path, **fields))
+    file = write(tmp_path, **fields) / "config.json"
+    if "must be" in said_by or "patterns" in said_by:
+        with pytest.raises(InputError, match=said_by):
+            shape_from_config(tmp_path)
+        return
+    found = packed_format(json.loads(file.read_text()), file)
+    assert found and re.search(said_by, f"{found.name} ({found.said_by})")
+    assert shape_from_config(tmp_path).packed_elements == LINEAR / 2
 
 
 @pytest.mark.parametrize("nothing", [None, {}, {"quant_method": "bitsandbytes", "load_in_4bit": False}])
@@ -120,7 +160,7 @@ def test_gguf_is_named(tmp_path):
     file = tmp_path / "model-Q4_K_M.gguf"
     file.write_bytes(b"GGUF\3" + bytes(64))
     for ask, model in ((shape_from_config, file), (shape_from_config, tmp_path), (checkpoint_folder, file)):
-        with pytest.raises(InputError, match=f"{file.name} is a GGUF file. Packed weights are not read"):
+        with pytest.raises(InputError, match=f"{file.name} is a GGUF file. Such weights are not read"):
             ask(model)
     with pytest.raises(InputError, match="GGUF"):
         shape_from_config(write(tmp_path))
@@ -135,5 +175,4 @@ def test_the_dtype_of_a_configuration_without_one(fields, dtype, tmp_path):
     if not fields:
         assert shape_from_config(tmp_path).dtype == dtype
     else:
-        with pytest.raises(PackedWeights, match=f'set "dtype" to "{dtype}" and remove quantization_config'):
-            shape_from_config(tmp_path)
+        assert shape_from_config(tmp_path).dtype == dtype

@@ -1,8 +1,10 @@
 """Layers that are modules of transformers: the tensors of each kind of layer, as transformers defines them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
+from flexhybrid.core.model.packing import PackedRun
 from flexhybrid.core.model.states import WorkBytes
 
 
@@ -20,6 +22,8 @@ class LayerTensor:
     #: a matrix that is stored among the vectors, in the compute dtype: used before and after attention, or never packed
     everywhere: bool = False
     experts: bool = False  #: weights of several experts, of which a token uses some
+    stored: tuple[PackedRun, ...] = ()  #: packed matrices that fill it; empty: it is plain
+    turned: bool = False  #: packed matrices are stored with rows and columns exchanged
 
     @property
     def rows(self) -> int:
@@ -50,6 +54,22 @@ class ModuleLayers:
     text_part: bool = False  #: the model also takes pictures or sound; only its text part runs here
     untied: frozenset[str] = frozenset()  #: tensors that are tied in config.json, but separate in the checkpoint
     work: tuple[WorkBytes, ...] = ()  #: temporaries of the layers, by dtype; empty: not measured
+
+    def with_runs(self, runs_of: Callable[[int, LayerTensor], tuple[PackedRun, ...]]) -> "ModuleLayers":
+        """Return the layers with packed tensors. ``runs_of`` takes a layer's index and a tensor, and returns the runs
+        that fill it."""
+        layers = []
+        for layer, kind in enumerate(self.kind_of):
+            packed = ((t, () if t.outside or not t.cols else runs_of(layer, t)) for t in self.kinds[kind])
+            layers.append(tuple(replace(t, stored=runs, turned=_turned(runs)) for t, runs in packed))
+        kinds = tuple(dict.fromkeys(layers))
+        return replace(self, kinds=kinds, kind_of=tuple(map(kinds.index, layers)))
+
+    @property
+    def unpacked(self) -> "ModuleLayers":
+        """Return the layers with plain tensors."""
+        kinds = tuple(tuple(replace(t, stored=(), turned=False) for t in kind) for kind in self.kinds)
+        return replace(self, kinds=kinds)
 
     def only(self, kind: int) -> "ModuleLayers":
         """Return the same number of layers, all with the tensors of one kind."""
@@ -89,6 +109,11 @@ class ModuleLayers:
     def widest(self) -> int:
         """Return the most rows of a matrix that is used after attention."""
         return max((t.size[-2] for kind in self.kinds for t in kind if _belongs(t, "late")), default=1)
+
+
+def _turned(runs: tuple[PackedRun, ...]) -> bool:
+    """Return whether packed matrices have the tensor's rows as columns. gpt-oss' experts alone are stored so."""
+    return bool(runs) and runs[0].packing.format == "mxfp4"
 
 
 def _belongs(tensor: LayerTensor, part: str) -> bool:

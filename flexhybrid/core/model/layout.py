@@ -3,7 +3,8 @@
 A layer is contiguous in each tier, so that streaming it is a few long copies, and a slice is a range of bytes. Vectors
 come first, because they are small and every verb needs them. Matrices follow in the order of the verbs: W_K and W_V
 first, because KV-Gen begins the layer's work. The resident share is a prefix. If matrices are packed, vectors stay in
-the compute dtype; every row of a matrix is a whole number of bytes.
+the compute dtype; every row of a matrix is a whole number of bytes. A matrix that the checkpoint packs is a list of
+runs of its parts (``packing.PackedRun``), and is placed as a whole.
 """
 
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from functools import cache
 from typing import NamedTuple
 
 from flexhybrid.core.model.layers import LayerTensor
+from flexhybrid.core.model.packing import ALIGN_BYTES, PackedRun
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Placement
 
-ALIGN_BYTES = 64  #: a cache line; matrix kernels are slower on odd addresses
 SHARE_ERROR = 1e-6  #: largest rounding error of a policy's share of a layer's bytes
 
 
@@ -27,6 +28,7 @@ class TensorSpot:
     cols: int
     start: int
     end: int
+    runs: tuple[PackedRun, ...] = ()  #: packed matrices, as the checkpoint stores them
 
     @property
     def row_bytes(self) -> int:
@@ -83,23 +85,26 @@ def layer_layout(
     if shape.family == "opt":
         vectors = [("norm1.weight", h), ("norm1.bias", h), ("kvq.bias", g + q), ("o.bias", h)]
         vectors += [("norm2.weight", h), ("norm2.bias", h), ("up.bias", shape.ffn), ("down.bias", h)]
-        matrices = [("kvq.weight", g + q, h), ("o.weight", h, q), ("up.weight", shape.ffn, h)]
-        matrices += [("down.weight", h, shape.ffn)]
     else:
         vectors = [("norm1.weight", h), *([("kvq.bias", g + q)] if shape.qkv_bias else []), ("norm2.weight", h)]
         vectors += [("k_norm.weight", shape.head_dim), ("q_norm.weight", shape.head_dim)] if shape.qk_norm else []
-        matrices = [("kvq.weight", g + q, h), ("o.weight", h, q), ("gate.weight", shape.ffn, h)]
-        matrices += [("up.weight", shape.ffn, h), ("down.weight", h, shape.ffn)]
+    matrices, stored = [(name, *size) for name, size in shape.own_matrices.items()], dict(shape.stored)
     spots, position, kv_end, qkv_end = [], 0, 0, 0
     for name, rows, cols in [(name, rows, 0) for name, rows in vectors] + matrices:
-        row = matrix_row_bytes(cols, matrix_bytes) if cols else vector_width
-        size = rows * row
-        spots.append(TensorSpot(name, rows, cols, position, position + size))
+        row, runs = matrix_row_bytes(cols, matrix_bytes) if cols else vector_width, stored.get(name, ())
+        size = _runs_bytes(runs) if runs else rows * row
+        spots.append(TensorSpot(name, rows, cols, position, position + size, runs))
         if name == "kvq.weight":
-            kv_end, qkv_end = position + g * row, position + size
+            qkv_end = position + size
+            kv_end = qkv_end if runs else position + g * row
         position += size + -size % ALIGN_BYTES
     vectors_end = next(spot.start for spot in spots if spot.cols)
-    return LayerLayout(tuple(spots), position, kv_end, qkv_end, vectors_end)
+    cuts = tuple(sorted({0, *(spot.start for spot in spots if spot.cols), position})) if stored else ()
+    return LayerLayout(tuple(spots), position, kv_end, qkv_end, vectors_end, cuts)
+
+
+def _runs_bytes(runs: tuple[PackedRun, ...]) -> int:
+    return sum(sum(run.part_bytes) for run in runs)
 
 
 @cache
@@ -116,8 +121,8 @@ def _module_layout(kind: tuple[LayerTensor, ...], matrix_bytes: float, vector_by
     ):
         for tensor in part:
             row = matrix_row_bytes(tensor.cols, matrix_bytes) if tensor.cols else vector_bytes
-            size = tensor.rows * row
-            spots.append(TensorSpot(tensor.name, tensor.rows, tensor.cols, position, position + size))
+            size = _runs_bytes(tensor.stored) if tensor.stored else tensor.rows * row
+            spots.append(TensorSpot(tensor.name, tensor.rows, tensor.cols, position, position + size, tensor.stored))
             position += size + -size % ALIGN_BYTES
         ends.append(position)
     vectors_end, kv_end, qkv_end, total = ends

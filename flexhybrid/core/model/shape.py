@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from flexhybrid.core.files import load_json
 from flexhybrid.core.model.attention import PLAIN, AttentionKind, kinds_from_config
 from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import ModuleLayers
+from flexhybrid.core.model.packing import PackedRun
 from flexhybrid.core.model.rope import Rope, rope_from_config, scaled_positions
 from flexhybrid.core.model.states import LayerState
 from flexhybrid.core.model.stored import GIVE_PLAIN, PackedFormat, PackedWeights, check_no_gguf, packed_format
@@ -68,6 +69,8 @@ class ModelShape:
     sources: tuple[int, ...] = ()
     limit: int | None = None  #: most tokens of a request, if fewer than ``max_positions`` are wanted
     modules: ModuleLayers | None = None  #: tensors of a model that runs through transformers' own layers; else None
+    #: (layout name, packed matrices that fill it) of each layer, for models with own layer functions (``own_matrices``)
+    stored: tuple[tuple[str, tuple[PackedRun, ...]], ...] = ()
 
     def __post_init__(self):
         where = f"model {self.name}: "
@@ -269,6 +272,42 @@ class ModelShape:
             return 2 * self.hidden + biases + (2 * self.head_dim if self.qk_norm else 0)
         return 4 * self.hidden + (self.query_width + self.kv_width + self.hidden) + (self.ffn + self.hidden)
 
+    @cached_property
+    def own_matrices(self) -> dict[str, tuple[int, int]]:
+        """Return {layout name: (rows, columns)} of a layer's matrices, for models with own layer functions."""
+        h, q, ffn = self.hidden, self.query_width, self.ffn
+        gate = {} if self.family == "opt" else {"gate.weight": (ffn, h)}
+        first = {"kvq.weight": (self.kv_width + q, h), "o.weight": (h, q)}
+        return first | gate | {"up.weight": (ffn, h), "down.weight": (h, ffn)}
+
+    @cached_property
+    def unpacked(self) -> "ModelShape":
+        """Return the shape of the same model with plain weights; kinds of layers keep their numbers."""
+        if not self.packed_elements:
+            return self
+        return replace(self, stored=(), modules=self.modules and self.modules.unpacked)
+
+    @cached_property
+    def _packed_runs(self) -> list[tuple[PackedRun, ...]]:
+        """Return the packed matrices of each kind of layers."""
+        if self.modules:
+            return [tuple(run for tensor in kind for run in tensor.stored) for kind in self.modules.kinds]
+        return [tuple(run for _, runs in self.stored for run in runs)]
+
+    @property
+    def packed_elements(self) -> int:
+        """Return the most elements of a layer's packed matrices; 0 if the checkpoint's weights are plain."""
+        return max(sum(run.elements for run in runs) for runs in self._packed_runs)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Return the most bytes of a layer's packed matrices, as stored."""
+        return max(sum(sum(run.part_bytes) for run in runs) for runs in self._packed_runs)
+
+    def unpacks(self, weights_bits: str | int) -> bool:
+        """Return whether layers are unpacked before they compute, with this ``bits.weights``."""
+        return weights_bits != "native" or self.packed_elements > 0
+
     def layer_bytes(self, matrix_bytes: float, vector_bytes: float | None = None) -> float:
         """Return the bytes of a layer's weights, for these bytes of an element of matrices, and of norms and biases
         (default: the same)."""
@@ -294,13 +333,16 @@ class ModelShape:
         return elements * bytes_per_element
 
     def weights_bytes(self, bytes_per_element: int) -> int:
-        """Return the bytes of all weights, unpacked."""
-        counts = enumerate(self.weights_counts)
-        layers = sum(count * self.of_weights(kind).layer_bytes(bytes_per_element) for kind, count in counts)
+        """Return the bytes of all weights; packed ones count as the checkpoint stores them."""
+        layers = 0
+        for kind, count in enumerate(self.weights_counts):
+            one = self.of_weights(kind)
+            plain = one.layer_bytes(bytes_per_element) - one.packed_elements * bytes_per_element
+            layers += count * (plain + one.packed_bytes)
         return int(layers) + self.embedding_bytes(bytes_per_element)
 
     def stored_bytes(self, packed: PackedFormat) -> float | None:
-        """Return the bytes of a checkpoint with packed layers; None if the format does not give its bits."""
+        """Return the bytes of a checkpoint in a format that is not read; None if its settings do not give the bits."""
         if packed.bits is None:
             return None
         elements = self.num_layers * self.layer_matrix_elements
@@ -471,8 +513,54 @@ def shape_from_config(path: str | Path) -> ModelShape:
             check(f"{path}: {key}", value, few or not key.endswith(("layer", "layers")), f"at most {MOST_LAYERS}")
     packed = packed_format(config, path)
     shape = _shape_from_dict(config | {"dtype": stored_dtype(config, packed)}, path)
+    if packed and packed.form and config.get("model_type") == "phi3":  # its joined matrices have joined scales
+        raise NotBuiltIn(f"{path}: packed weights of phi3 are joined")
     check_plain(shape, packed, path)
-    return shape
+    return replace(shape, stored=_own_stored(shape, packed, path)) if packed else shape
+
+
+#: Layout name -> modules whose matrices it has, row after row, by family.
+_PROJECTIONS = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj")
+MODULES_OF = {
+    "opt": {
+        "kvq.weight": _PROJECTIONS,
+        "o.weight": ("self_attn.out_proj",),
+        "up.weight": ("fc1",),
+        "down.weight": ("fc2",),
+    },
+    "llama": {
+        "kvq.weight": _PROJECTIONS,
+        "o.weight": ("self_attn.o_proj",),
+        "gate.weight": ("mlp.gate_proj",),
+        "up.weight": ("mlp.up_proj",),
+        "down.weight": ("mlp.down_proj",),
+    },
+}
+
+
+def _own_stored(shape: ModelShape, packed: PackedFormat, path: Path) -> tuple[tuple[str, tuple[PackedRun, ...]], ...]:
+    """Return ``ModelShape.stored`` by the settings. Raise NotBuiltIn if layers differ."""
+    layers, stored = "model.decoder.layers" if shape.family == "opt" else "model.layers", {}
+    for name, (rows, cols) in shape.own_matrices.items():
+        parts = [shape.kv_width // 2] * 2 + [shape.query_width] if name == "kvq.weight" else [rows]
+        modules = [f"{module}.weight" for module in MODULES_OF[shape.family][name]]
+        which = {packed.packs(f"{layers}.{n}.{m}", (1, 1)) for n in range(shape.num_layers) for m in modules}
+        if len(which) > 1:
+            raise NotBuiltIn(f"{path}: {packed.said_by} leaves some layers plain")
+        if which == {True}:
+            stored[name] = stacked(
+                run for module, part in zip(modules, parts) for run in packed.runs(f"{layers}.0.{module}", (part, cols))
+            )
+    return tuple((name, runs) for name, runs in stored.items() if runs)
+
+
+def stacked(runs: Iterable[PackedRun]) -> tuple[PackedRun, ...]:
+    """Return runs of one matrix each as rows of one tensor, one below the other."""
+    placed, first = [], 0
+    for run in runs:
+        placed.append(run._replace(first=first))
+        first += run.packing.rows
+    return tuple(placed)
 
 
 def stored_dtype(config: dict, packed: PackedFormat | None) -> str:
@@ -483,9 +571,9 @@ def stored_dtype(config: dict, packed: PackedFormat | None) -> str:
 
 
 def check_plain(shape: ModelShape, packed: PackedFormat | None, path: Path) -> None:
-    """Raise PackedWeights if weights are packed. Every reader of a model calls this, so that models that cannot run are
-    not predicted, either."""
-    if packed:
+    """Raise PackedWeights if weights are packed in a format that is not read. Every reader of a model calls this, so
+    that models that cannot run are not predicted, either."""
+    if packed and not packed.form:
         size, copy = shape.stored_bytes(packed), gib(shape.weights_bytes(DTYPE_BYTES[shape.dtype]))
         error = PackedWeights(
             f"{path}: the weights are packed as {packed.name}{f', {gib(size)}' if size else ''} ({packed.said_by}). "

@@ -1,14 +1,19 @@
-"""Detect packed (quantized) checkpoints, so that their bytes are never read as plain weights."""
+"""Find the format of packed (quantized) checkpoints, so that their bytes are never read as plain weights."""
 
 import os
 import re
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 from flexhybrid.core.errors import SHOWN, InputError, check, file_errors, is_integer, shown
 from flexhybrid.core.files import load_json
+from flexhybrid.core.model.packing import MXFP4_GROUP, PackedRun, Packing, default_packing
 
-GIVE_PLAIN = "Packed weights are not read: give a plain checkpoint, in float32, bfloat16 or float16"
+GIVE_PLAIN = (
+    "Such weights are not read: give plain ones, in float32, bfloat16 or float16, or MXFP4, FP8 (by block, row or "
+    "tensor), int8 or int4 (compressed-tensors, GPTQ, AWQ gemm)"
+)
 #: Packing method -> pattern for endings of tensor names that accompany or replace packed weights.
 PARTS = {
     "GPTQ or AWQ": r"\.(qweight|qzeros|g_idx|scales)",
@@ -28,6 +33,15 @@ BITS, GROUPS = ("bits", "num_bits", "w_bit", "nbits"), ("group_size", "q_group_s
 KEPT = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers", "llm_int8_skip_modules")
 #: Word in a format's name -> bits of an element with its share of a scale.
 FIXED_BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "fp8": 8.0, "float8": 8.0, "int8": 8.0, "float-quantized": 8.0}
+#: Packing method -> its usual format in ``packing.FORMATS``.
+READ = {"mxfp4": "mxfp4", "fp8": "block", "fbgemm_fp8": "scaled", "gptq": "gptq", "awq": "awq"}
+#: Variant of compressed-tensors or ModelOpt -> the same.
+READ_VARIANTS = {
+    **dict.fromkeys(("float-quantized", "int-quantized", "naive-quantized", "fp8"), "scaled"),
+    "pack-quantized": "grouped",
+}
+#: Format -> usual dtype of its scales, if not BF16.
+SCALES = {"block": "F32", "gptq": "F16", "awq": "F16"}
 ROUTER = re.compile(r"(^|\.)(gate|router)(\.\w+)?\.weight$")
 
 
@@ -46,6 +60,13 @@ class PackedFormat(NamedTuple):
     said_by: str  #: field or file with these settings
     bits: float | None = None  #: bits of an element with its share of scales and zero points; None: unknown
     kept: str = ""  #: pattern for names of modules that stay plain
+    form: str = ""  #: usual format of its matrices, a key of ``packing.FORMATS``; empty: not read
+    code_bits: int = 8  #: bits of a code
+    block: tuple[int, int] = (0, 0)  #: rows and columns that share a scale; 0: all
+    zeros: bool = False  #: there are zero points
+    order: bool = False  #: the group of each column is stored
+    zero_offset: int = 0  #: added to stored zero points
+    notes: tuple[str, ...] = ()  #: settings that a run does not follow
 
     def packs(self, tensor: str, size: tuple[int, ...]) -> bool:
         """Return whether a tensor of a layer is packed: a matrix, except routers and modules that stay plain."""
@@ -54,6 +75,17 @@ class PackedFormat(NamedTuple):
         if self.method == "mxfp4":
             return len(size) > 2  # only experts are packed
         return not (self.kept and re.search(rf"(^|\.)({self.kept})(\.|$)", tensor.removesuffix(".weight")))
+
+    def runs(self, tensor: str, size: tuple[int, ...]) -> tuple[PackedRun, ...]:
+        """Return how a layer's tensor is stored, by the settings alone; empty if it is plain. A checkpoint's files may
+        have scales of another dtype."""
+        if not self.form or not self.packs(tensor, size):
+            return ()
+        rows, cols = size[-2:] if self.form != "mxfp4" else (size[-1], size[-2])
+        block = self.block[0] or rows, self.block[1] or cols
+        matrix = Packing(self.form, rows, cols, self.code_bits, block, zero_offset=self.zero_offset)
+        packing = default_packing(matrix, SCALES.get(self.form, "BF16"), self.zeros, self.order)
+        return (PackedRun(packing, prod(size[:-2]), 0, rows),)
 
 
 def method_of_part(name: str) -> str | None:
@@ -121,4 +153,45 @@ def _format(settings: dict, where: str) -> PackedFormat | None:
         re.compile("|".join(kept))
     except re.error as error:
         raise InputError(f"{where}: {shown(kept)} are no patterns of modules: {error}") from None
-    return PackedFormat(method, " ".join(name.split())[:SHOWN], where, width, "|".join(kept))
+    name = " ".join(name.split())[:SHOWN]
+    found = PackedFormat(method, name, where, width, "|".join(kept), notes=_notes(settings, said))
+    return _read(found, said, variant, bits, size)
+
+
+def _read(found: PackedFormat, said: dict, variant: str, bits: int, group: int) -> PackedFormat:
+    """Return a format with the fields that reading it needs; unchanged if it is not read."""
+    method = found.method
+    form = READ.get(method) or (READ_VARIANTS.get(variant, "") if method in ("compressed-tensors", "modelopt") else "")
+    sparse = said.get("sparsity_config")
+    if isinstance(sparse, dict) and sparse.get("format") not in (None, "dense"):
+        return found._replace(name=f"{method} with sparsity {shown(sparse.get('format'))}")
+    version = str(said.get("version" if method == "awq" else "checkpoint_format") or "").lower()
+    if form in ("gptq", "awq"):
+        known = ("", "gptq", "gptq_v2") if form == "gptq" else ("", "gemm")
+        if version not in known or said.get("is_marlin_format") or bits not in ((4, 8) if form == "gptq" else (4,)):
+            return found._replace(name=f"{found.name} {version}".strip())
+    elif form == "grouped" and bits not in (4, 8):
+        return found
+    block = said.get("weight_block_size") or said.get("block_structure")
+    strategy = str(said.get("strategy") or {"fbgemm_fp8": "channel"}.get(method, ""))
+    if not isinstance(block, list) or len(block) != 2 or not all(is_integer(n) and n > 0 for n in block):
+        by_row = strategy in ("channel", "group") or form in ("grouped", "gptq", "awq")
+        block = 1 if by_row else 0, MXFP4_GROUP if form == "mxfp4" else group
+    symmetric = said.get("symmetric", True) is True
+    return found._replace(
+        form=form,
+        code_bits=4 if form == "mxfp4" else bits or 8,
+        block=tuple(block),
+        zeros=not symmetric,
+        order=form == "gptq" or said.get("actorder") == "group",
+        zero_offset=int(form == "gptq" and version != "gptq_v2"),
+    )
+
+
+def _notes(settings: dict, said: dict) -> tuple[str, ...]:
+    """Return sentences about settings that a run does not follow."""
+    parts = _objects(settings, "")
+    rounded = said.get("activation_scheme") or any(part for where, part in parts if "activations" in where)
+    cache = said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo")
+    notes = ["activations stay in the compute dtype; only weights are packed"] * bool(rounded)
+    return (*notes, *["its kv_cache_scheme is ignored: bits.kv of the policy decides"] * bool(cache))

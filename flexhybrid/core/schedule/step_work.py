@@ -113,8 +113,8 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         "sample": work.sample(shape, p, c.batch),
         "store_out": work.store_out(c.batch),
     }
-    if policy.bits.weights != "native":
-        works["dequantize_weights"] = work.convert(shape.layer_matrix_elements, p, stored.weights)
+    if shape.unpacks(policy.bits.weights):
+        works["dequantize_weights"] = work.unpack_layer(shape, p, policy.bits.weights, stored.weights)
     if policy.hidden != "device":
         works["load_hidden"] = works["store_hidden"] = work.move_hidden(shape, p, rows)
     works |= _store_works(shape, policy, stored, c)

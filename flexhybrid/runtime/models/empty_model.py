@@ -63,6 +63,10 @@ def empty_model(folder: Path, untied: frozenset[str] = frozenset()) -> EmptyMode
     texts = (file.read_text(encoding="utf-8") if file.is_file() else "" for file in files)
     found = _empty_model(folder, untied, packed, *texts)
     check_plain(found.shape, packed, folder)
+    modules = found.shape.modules
+    if packed and modules:
+        runs = modules.with_runs(lambda layer, t: packed.runs(f"model.layers.{layer}.{t.name}", t.size))
+        found = found._replace(shape=replace(found.shape, modules=runs))
     return found
 
 

@@ -43,7 +43,9 @@ class ModulePath:
         self.model, self.facts = empty_model(Path(shape.modules.folder), shape.modules.untied).copy()
         self.layers = Layers(self.model)
         self.slots = [_slots(layer, fact.lent) for layer, fact in zip(self.layers.layers, self.facts, strict=True)]
-        self.sizes = [{t.name: t.size for t in shape.modules.kinds[kind]} for kind in shape.modules.kind_of]
+        kinds = [shape.modules.kinds[kind] for kind in shape.modules.kind_of]
+        self.sizes = [{t.name: t.size for t in kind} for kind in kinds]
+        self.turned = [{t.name for t in kind if t.turned} for kind in kinds]
         self.act = [  # by layer; None if the layer makes no keys and values
             ActRows(fact.attention.module, fact.attention.kv_gen, shape.hidden)
             if fact.attention and fact.source is None
@@ -99,7 +101,12 @@ class ModulePath:
         for name, (module, key) in self.slots[layer].items():
             (part,) = views[name]
             parameters: dict[str, Any] = module._parameters  # tensors need not be torch Parameters
-            parameters[key] = vars(module)[key] = part.view(self.sizes[layer][name])
+            size = self.sizes[layer][name]
+            if name in self.turned[layer]:
+                view = part.view(*size[:-2], size[-1], size[-2]).transpose(-2, -1)
+            else:
+                view = part.view(size)
+            parameters[key] = vars(module)[key] = view
         self._in_place[layer] = views
 
     # ---- verbs

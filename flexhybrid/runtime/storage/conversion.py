@@ -59,6 +59,10 @@ class Conversion:
         steps = self._steps.items()
         return {name: own[first].is_floating_point() for first, (_, parts) in steps for _, name in parts}
 
+    def sources_of(self, first: str) -> list[str]:
+        """Return the checkpoint tensors of a step, in order."""
+        return [name for _, name in self._steps[first][1]]
+
     def __iter__(self) -> Iterator[str]:
         """Yield the first model tensor of each step."""
         return iter(self._steps)

@@ -9,7 +9,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import is_zipfile
@@ -19,17 +19,29 @@ from safetensors import SafetensorError, safe_open
 
 from flexhybrid.core.errors import InputError, shown
 from flexhybrid.core.files import check_no_pointer, load_json
+from flexhybrid.core.model.layers import LayerTensor
 from flexhybrid.core.model.layout import layer_layout
-from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, has_own_file, shape_of_checkpoint
-from flexhybrid.core.model.stored import GIVE_PLAIN, method_of_part
+from flexhybrid.core.model.packing import Header, PackedRun
+from flexhybrid.core.model.shape import MODULES_OF, ModelShape, checkpoint_folder, has_own_file, shape_of_checkpoint
+from flexhybrid.core.model.stored import GIVE_PLAIN, method_of_part, packed_format
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.models.empty_model import EmptyModel, TensorNames, empty_model
 from flexhybrid.runtime.models.llama import packed_tensors
 from flexhybrid.runtime.models.transformer import one_line
 from flexhybrid.runtime.storage.conversion import Conversion
+from flexhybrid.runtime.storage.packed import (
+    UNUSED,
+    Filling,
+    PackedTensor,
+    check_values,
+    filling,
+    find_packed,
+    stacked_filling,
+)
 
 #: Allowed dtypes of stored weights -> their names in safetensors.
 FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+PACKED = "packed"  #: in place of a dtype, for a tensor that ``flexhybrid.runtime.storage.packed`` reads
 
 #: Name of the file with a rotary model's skewing matrices.
 SKEW_FILE = "skew.safetensors"
@@ -52,8 +64,15 @@ class Checkpoint:
             return
         self.shape = shape_of_checkpoint(self.path)
         self._model = architecture(self.shape)
-        self._stored = _stored_tensors(self.path)
+        self._stored, self._packed = _with_packed(self.path, _stored_tensors(self.path))
         self.prefix = self._find_prefix()
+        self._fillings = self._find_fillings() if self._packed else [{}]
+        if self._fillings is None:
+            self._modules = ModuleTensors(self.path)
+            self.shape = self._modules.shape
+            return
+        if self._packed:
+            self.shape = replace(self.shape, stored=tuple((name, of.runs) for name, of in self._fillings[0].items()))
         head = self._stored.get("lm_head.weight")
         if self.shape.tied_head and head and not _is_same(head, self._stored[f"{self.prefix}embed_tokens.weight"]):
             self.shape = replace(self.shape, tied_head=False)
@@ -69,6 +88,21 @@ class Checkpoint:
         raise InputError(
             f"{self.path}: the checkpoint holds none of {', '.join(names)}; is it a {self.shape.family} model?"
         )
+
+    def _find_fillings(self) -> list[dict[str, Filling]] | None:
+        """Return {layout name: filling} of each layer's packed matrices; None if the layers differ, or a matrix is
+        packed in part."""
+        fillings = []
+        for layer in range(self.shape.num_layers):
+            fillings.append({})
+            for name, modules in MODULES_OF[self.shape.family].items():
+                names = [self._layer_name(layer, f"{module}.weight") for module in modules]
+                if found := stacked_filling(names, self._packed):
+                    fillings[-1][name] = found
+                elif not self._packed.keys().isdisjoint(names):
+                    return None
+        alike = {tuple((name, of.runs) for name, of in found.items()) for found in fillings}
+        return fillings if len(alike) == 1 else None
 
     def _unpack(self, packed: dict[str, dict[str, int]]) -> None:
         """Add the parts of joined tensors (``packed_tensors``) as separate tensors, if their shape is as expected."""
@@ -120,6 +154,10 @@ class Checkpoint:
             yield from self._modules.layer_tensors(layer)
             return
         for name, tensors in self._model.layer_tensors(self.shape).items():
+            if packed := self._fillings[layer].get(name) if self._fillings and self._packed else None:
+                for own_name, piece in packed.pieces(self._packed):
+                    yield name, own_name, piece
+                continue
             for tensor in tensors:
                 own_name = self._layer_name(layer, tensor)
                 yield name, own_name, self.read(own_name)
@@ -129,6 +167,7 @@ class Checkpoint:
         if self._modules:
             yield from self._modules.outer_tensors()
             return
+        _check_packed(self._packed)
         for tensor in self._model.outer_tensors(self.shape):
             yield tensor, self.read(self.outer_name(tensor)).clone()
 
@@ -150,14 +189,26 @@ class ModuleTensors:
     def __init__(self, path: Path):
         self.path = path
         empty = empty_model(path)
-        self._stored = _stored_tensors(path)
+        self._stored, self._packed = _with_packed(path, _stored_tensors(path))
         self._conversion = Conversion(empty.model, list(self._stored))
         empty = empty_model(path, self._untied(empty))
         self.shape, model, _ = empty
         self._names = TensorNames.of(empty)
         self._sizes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         self._steps: dict[int | None, list[str]] = {None: []}  # layer (None: outside) -> first tensors of its steps
+        self._fillings: dict[str, Filling] = {}
         self._check()
+        own = {place: name for name, place in self._names.inside.items()}
+        modules = self.shape.modules
+
+        def runs_of(layer: int, tensor: LayerTensor) -> tuple[PackedRun, ...]:
+            found = self._fillings.get(own[layer, tensor.name])
+            return found.runs if found else ()
+
+        if modules and self._packed:
+            self.shape = replace(self.shape, modules=modules.with_runs(runs_of))
+        placed = {own[n, t.name] for n, k in enumerate(self._kinds()) for t in k if t.stored}
+        self._fillings = {name: of for name, of in self._fillings.items() if name in placed}
 
     def _untied(self, empty: EmptyModel) -> frozenset[str]:
         """Return tensors that the configuration ties to others, but which differ from them in the files."""
@@ -182,6 +233,7 @@ class ModuleTensors:
             except Exception as error:
                 raise InputError(f"{self.path}: transformers cannot convert {first}: {error}") from None
             found |= made
+            self._fillings |= self._filled(first, made)
             for layer in {self._names.inside.get(name, (None, ""))[0] for name in made}:
                 self._steps.setdefault(layer, []).append(first)
         tied = {name: names for names in self._names.outside.values() for name in names}
@@ -189,25 +241,58 @@ class ModuleTensors:
             have = next((found[other] for other in tied.get(name, (name,)) if other in found), None)
             _check_size(f"{self.path}: tensor {name}", have, size)
 
-    def _made(self, layer: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _kinds(self) -> list[tuple[LayerTensor, ...]]:
+        """Return the tensors of each layer."""
+        modules = self.shape.modules
+        return [modules.kinds[kind] for kind in modules.kind_of] if modules else []
+
+    def _filled(self, first: str, made: Mapping[str, list[int]]) -> dict[str, Filling]:
+        """Return {model tensor: filling} for the packed tensors of a step. The step is done with the numbers of rows in
+        place of their elements, so that its result tells where each row goes."""
+        names = self._conversion.sources_of(first)
+        sources = [(name, self._packed[name]) for name in names if name in self._packed]
+        if not sources or len(sources) < len(names):
+            return {}
+        numbers, start = {}, 0
+        for name, tensor in sources:
+            count = tensor.count * tensor.packing.rows
+            numbered = torch.arange(start, start + count, dtype=torch.int64)
+            turned = tensor.packing.format == "mxfp4"
+            size = [*tensor.shape[:-2], 1, -1] if turned else [*tensor.shape[:-1], 1]
+            numbers[name], start = partial(numbered.view, size), start + count
+        found = {}
+        for name, rows in self._conversion.tensors(first, numbers):
+            if rows.numel() * sources[0][1].packing.cols != math.prod(made[name]):
+                continue
+            if of := filling(made[name], rows.flatten().numpy(), sources):
+                found[name] = of
+        return found
+
+    def _converted(self, first: str) -> Iterator[tuple[str, torch.Tensor]]:
         reads = {name: part.read for name, part in self._stored.items()}
-        for first in self._steps.get(layer, ()):
-            try:
-                yield from self._conversion.tensors(first, reads)
-            except (OSError, SafetensorError, RuntimeError) as error:
-                raise InputError(f"{self.path}: cannot read {first}: {error}") from None
+        try:
+            yield from self._conversion.tensors(first, reads)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise InputError(f"{self.path}: cannot read {first}: {error}") from None
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (layout name, model's name, tensor) of a layer."""
-        for name, tensor in self._made(layer):
-            if self._names.inside.get(name, (None, ""))[0] == layer:
-                yield self._names.inside[name][1], name, tensor
+        """Yield (layout name, model's name, tensor) of a layer; of packed tensors, their bytes."""
+        inside = self._names.inside
+        for first in self._steps.get(layer, ()):
+            if packed := self._fillings.get(first):
+                for own_name, piece in packed.pieces(self._packed):
+                    yield inside[first][1], own_name, piece
+                continue
+            for name, tensor in self._converted(first):
+                if inside.get(name, (None, ""))[0] == layer:
+                    yield inside[name][1], name, tensor
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (model's name, tensor) for each tensor that is no parameter of a layer, once."""
+        _check_packed(self._packed)
         given = set()
         first = {name: names[0] for names in self._names.outside.values() for name in names}
-        for name, tensor in self._made(None):
+        for name, tensor in (made for step in self._steps[None] for made in self._converted(step)):
             if name in first and first[name] not in given:
                 given.add(first[name])
                 yield first[name], tensor
@@ -224,6 +309,31 @@ class _Stored(NamedTuple):
     def rows(self, first: int, end: int) -> "_Stored":
         """Return rows first … end - 1 as a tensor."""
         return self._replace(shape=[end - first, *self.shape[1:]], read=lambda: self.read()[first:end])
+
+
+def _with_packed(path: Path, stored: dict[str, _Stored]) -> tuple[dict[str, _Stored], dict[str, PackedTensor]]:
+    """Return (stored tensors, with packed ones as if they were plain; the packed ones)."""
+    config = path / "config.json"
+    if not (packed := packed_format(load_json(config), config)):
+        return stored, {}
+    headers = {name: Header(of.dtype, tuple(of.shape), of.file) for name, of in stored.items()}
+    tensors, parts = find_packed(path, headers, {name: of.read for name, of in stored.items()}, packed)
+    plain = {name: of for name, of in stored.items() if name not in parts and not name.endswith(UNUSED)}
+    for note in packed.notes:
+        _say_once(f"{path}: {note}")
+    as_plain = {name: _Stored(of.shape, PACKED, of.read, Path(of.file).name) for name, of in tensors.items()}
+    return plain | as_plain, tensors
+
+
+@cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
+
+
+def _check_packed(tensors: Mapping[str, PackedTensor]) -> None:
+    """Raise InputError if a packed tensor has a scale that is not finite, or a wrong index."""
+    for name, tensor in tensors.items():
+        check_values(name, tensor)
 
 
 def _check_size(tensor: str, found: list[int] | None, wanted: list[int], hint: str = "") -> None:
@@ -310,7 +420,7 @@ def _check_plain(path: Path, stored: Mapping[str, _Stored], used: Mapping[str, b
     ``used``: tensor -> whether it is a weight (and not, for instance, an index).
     """
     for name, tensor in stored.items():
-        if used.get(name) and tensor.dtype not in FLOATS.values():
+        if used.get(name) and tensor.dtype not in (*FLOATS.values(), PACKED):
             found = f"holds {tensor.dtype}; weights must be one of {', '.join(FLOATS.values())}"
         elif name not in used and (method := method_of_part(name)):
             found = f"is a part of packed weights ({method})"
@@ -340,6 +450,9 @@ class RandomWeights:
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield the tensors of a layer. Large ones come in several row parts, so that they fit on the device."""
         for spot in layer_layout(self.shape, 2, layer=layer).spots:
+            if spot.runs:  # any bytes would do, but scales must be finite
+                yield spot.name, spot.name, torch.zeros(spot.end - spot.start, dtype=torch.uint8)
+                continue
             size = (spot.rows, spot.cols) if spot.cols else (spot.rows,)
             for piece in self._pieces(f"layer {layer} {spot.name}", size):
                 yield spot.name, spot.name, piece

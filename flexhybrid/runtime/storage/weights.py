@@ -5,17 +5,19 @@ import warnings
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
 from flexhybrid.core.memory import NUM_SLOTS
 from flexhybrid.core.model.layout import PlacedLayer, TensorSpot, kind_layouts, placed_layers
+from flexhybrid.core.model.packing import PackedRun, Packing
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.core.plan import PAGE_BYTES
 from flexhybrid.core.policy import Policy
 from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.kernels.quantize import dequantize, quantize
+from flexhybrid.runtime.kernels.unpack import typed, unpack
 from flexhybrid.runtime.models.module import ModulePath
 from flexhybrid.runtime.storage.disk import DiskSpace
 from flexhybrid.runtime.storage.host_memory import HostMemory
@@ -51,11 +53,22 @@ def release_cached(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+class PackedParts(NamedTuple):
+    """Matrices of the same packing, in memory: views of their parts."""
+
+    packing: Packing
+    parts: dict[str, torch.Tensor]
+
+
+Stored = torch.Tensor | PackedParts
+
+
 class WeightSource(Protocol):
     """A source of a model's weights, one tensor at a time: a checkpoint, or random numbers."""
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (layout name, the source's own name, tensor) of a layer. A tensor may come in several row parts."""
+        """Yield (layout name, the source's own name, tensor) of a layer. A tensor may come in several row parts; a
+        packed tensor comes as its bytes, in the order of ``TensorSpot.runs``."""
         ...
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,7 +99,7 @@ class WeightSlots(NamedTuple):
 
     device: list[torch.Tensor]
     staging: list[torch.Tensor]
-    plain: torch.Tensor  #: one dequantized layer in the compute dtype; empty for native bits
+    plain: torch.Tensor  #: one unpacked layer in the compute dtype; empty if nothing is packed
 
 
 class Weights:
@@ -108,7 +121,7 @@ class Weights:
         self.dtype_name, self.bytes_per_element = dtype, (width := DTYPE_BYTES[dtype])
         self.stored_width = policy.bits.element_bytes(width, shape.kv_group).weights
         self.placed = placed_layers(shape, policy.weights, self.stored_width, width)
-        self.plain_layouts = kind_layouts(shape, width)
+        self.plain_layouts = kind_layouts(shape.unpacked, width)
         by_layer = [self.placed_of(layer) for layer in range(shape.num_layers)]
         self.host_memory = HostMemory(pinned=device.type == "cuda")
         on_disk = (placed.disk_bytes + -placed.disk_bytes % PAGE_BYTES for placed in by_layer)
@@ -156,7 +169,7 @@ class Weights:
             spots = {spot.name: spot for spot in self.placed_of(layer).layout.spots}
             ends = {name: spot.start for name, spot in spots.items()}  # end of the bytes that are in place
             for name, _, tensor in source.layer_tensors(layer):
-                tensor = tensor.to(self.dtype).contiguous()
+                tensor = tensor if spots[name].runs else tensor.to(self.dtype).contiguous()
                 if isinstance(self.bits, int) and spots[name].cols:
                     tensor = quantize(tensor.flatten(0, -2), self.bits).cpu()
                 flat = tensor.view(-1).view(torch.uint8)
@@ -167,6 +180,10 @@ class Weights:
         for layer in range(self.shape.num_layers if self.shape.rotary else 0):
             matrices = source.skew(layer)
             self.skewing.append(None if matrices is None else matrices.clone())
+
+    def unpacks(self, layer: int) -> bool:
+        """Return whether a layer is unpacked before it computes."""
+        return self.shape.of_weights(self.shape.weights_kind(layer)).unpacks(self.bits)
 
     def placed_of(self, layer: int) -> PlacedLayer:
         """Return the stored layout of a layer, and its placement."""
@@ -203,24 +220,24 @@ class Weights:
         return WeightSlots(
             [self._on_device(streamed) for _ in range(NUM_SLOTS if streamed else 0)],
             [self.host_memory.bytes(on_disk) for _ in range(NUM_SLOTS if on_disk else 0)],
-            self._on_device(plain if self.bits != "native" else 0),
+            self._on_device(plain if self.shape.unpacks(self.bits) else 0),
         )
 
     def views(self, layer: int, slot: torch.Tensor | None) -> dict[str, Parts]:
         """Return {layout name: parts as stored}: views of a layer's resident bytes and of its slot.
 
-        Quantized matrices are uint8 [rows, bytes per row].
+        Quantized matrices are uint8 [rows, bytes per row]; the checkpoint's packed tensors are their bytes.
         """
         spots = self.placed_of(layer).layout.spots
         views = {spot.name: self._parts(spot, spot.rows, layer, slot) for spot in spots}
-        if self.modules:
+        if self.modules or self.shape.packed_elements:
             return views
         spot = next(spot for spot in spots if spot.name == "kvq.weight")
         return views | {"kv.weight": self._parts(spot, self.shape.kv_width, layer, slot)}
 
     def _parts(self, spot: TensorSpot, rows: int, layer: int, slot: torch.Tensor | None) -> Parts:
         """Return the first ``rows`` rows of a tensor, in parts."""
-        end = spot.start + rows * spot.row_bytes
+        end = spot.end if spot.runs else spot.start + rows * spot.row_bytes
         streamed_from = self.placed_of(layer).streamed_from
         cut = min(max(streamed_from, spot.start), end)
         ranges = [(self.resident[layer], spot.start, cut)]
@@ -229,7 +246,9 @@ class Weights:
         packed = self.bits != "native" and spot.cols
         parts = []
         for memory, low, high in ranges:
-            if high > low:
+            if high > low and spot.runs:
+                parts.append(memory[low:high])
+            elif high > low:
                 flat = memory[low:high] if packed else memory[low:high].view(self.dtype)
                 parts.append(flat.view(-1, spot.row_bytes if packed else spot.cols) if spot.cols else flat)
         return tuple(parts)
@@ -244,30 +263,58 @@ class Weights:
             return views
         return views | {"kv.weight": (views["kvq.weight"][0][: self.shape.kv_width],)}
 
-    def dequantize(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], share: Share = map) -> None:
-        """Dequantize or copy each stored tensor of ``plain_pairs``. ``share`` as in ``kernels.quantize``."""
+    def dequantize(self, pairs: Sequence[tuple[Stored, torch.Tensor]], share: Share = map) -> None:
+        """Unpack or copy each stored tensor of ``plain_pairs``. ``share`` as in ``kernels.quantize``."""
         for part, target in pairs:
-            if isinstance(self.bits, int) and target.dim() > 1:
+            if isinstance(part, PackedParts):
+                unpack(part.packing, part.parts, target, share)
+            elif isinstance(self.bits, int) and target.dim() > 1:
                 dequantize(part, self.bits, self.dtype, out=target, share=share)
             else:
                 target.copy_(part)
 
-    def plain_pairs(self, stored: dict[str, Parts], plain: dict[str, Parts]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (stored part, its place in the compute dtype) for each part; adjacent vectors are joined."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def plain_pairs(
+        self, layer: int, stored: dict[str, Parts], plain: dict[str, Parts]
+    ) -> list[tuple[Stored, torch.Tensor]]:
+        """Return (stored part, its place in the compute dtype) for each part; adjacent vectors are joined. Packed
+        matrices of a run are together."""
+        pairs: list[tuple[Stored, torch.Tensor]] = []
+        runs = {spot.name: spot.runs for spot in self.placed_of(layer).layout.spots}
         for name, (whole, *_) in plain.items():
             row = 0
+            if of := runs.get(name, ()):
+                pairs += _packed_pairs(of, stored[name][0], whole)
+                continue
             for part in stored.get(name, ()) if name != "kv.weight" else ():
                 target, rows = whole[row : row + len(part)], len(part)
                 if pairs and all(map(_is_neighbour, pairs[-1], (part, target))):
-                    part, target = map(_joined, pairs.pop(), (part, target))
+                    part, target = map(_joined, cast("tuple[torch.Tensor, torch.Tensor]", pairs.pop()), (part, target))
                 pairs.append((part, target))
                 row += rows
         return pairs
 
 
-def _is_neighbour(before: torch.Tensor, vector: torch.Tensor) -> bool:
+def _packed_pairs(
+    runs: Sequence[PackedRun], memory: torch.Tensor, whole: torch.Tensor
+) -> Iterator[tuple[Stored, torch.Tensor]]:
+    """Yield (parts of a run in ``memory``, the rows [matrices, rows, columns] of ``whole`` that it fills)."""
+    start = 0
+    for run in runs:
+        sizes = run.part_bytes
+        parts = memory[start : start + sum(sizes)].split(sizes)
+        start += sum(sizes)
+        rows, cols = run.packing.rows, run.packing.cols
+        flat = whole.view(-1, cols)
+        target = flat.as_strided(
+            (run.count, rows, cols), (run.step * cols, cols, 1), flat.storage_offset() + run.first * cols
+        )
+        yield PackedParts(run.packing, typed(run, parts)), target
+
+
+def _is_neighbour(before: Stored, vector: torch.Tensor) -> bool:
     """Return whether ``vector`` begins where ``before`` ends, in the same memory."""
+    if isinstance(before, PackedParts):
+        return False
     alike = before.dim() == vector.dim() == 1 and before.dtype == vector.dtype
     same_memory = alike and before.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
     return same_memory and before.data_ptr() + before.nbytes == vector.data_ptr()
