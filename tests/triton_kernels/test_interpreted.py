@@ -25,4 +25,4 @@ def test_the_arithmetic_is_plain_torchs_and_attention_a_softmax():
     else:
         result = warm_python.run(command, **where)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(files) == 3 and re.search(r"\d+ passed", result.stdout) and "skipped" not in result.stdout
+    assert len(files) == 4 and re.search(r"\d+ passed", result.stdout) and "skipped" not in result.stdout
