@@ -90,10 +90,11 @@ def _line(error: Exception) -> str:
 
 
 PACKED = [
-    "Of every type, weights in float32, bfloat16, float16 or float64 are read. Packed weights (MXFP4, FP8, GPTQ, AWQ,",
-    "bitsandbytes, GGUF, …) are refused by name, with their stored bytes, by `run`, `simulate`, `search` and `doctor`.",
-    "Published checkpoints of gpt_oss (20b, 120b: MXFP4) and of deepseek_v3 (V3, R1: FP8) are packed; their bfloat16",
-    "copies run. DeepSeek-V2 and V2-Lite are published in bfloat16 and run as they are.",
+    "Of every type, weights in float32, bfloat16, float16 or float64 are read, and packed weights [in their stored",
+    "bits](stored-bits.md): MXFP4 (gpt-oss), FP8 (DeepSeek-V3, Qwen3-FP8, compressed-tensors, ModelOpt), int8 and int4",
+    "(compressed-tensors, GPTQ, AWQ gemm). Tried token for token: llama, qwen3, opt, phi3, qwen3_moe, mixtral,",
+    "deepseek_v2, deepseek_v3, gpt_oss. Other formats (bitsandbytes, NVFP4, AQLM, GGUF, …) are refused by name, with",
+    "their stored bytes, by `run`, `simulate`, `search` and `doctor`.",
 ]
 
 
