@@ -20,11 +20,13 @@ from experiments.bench import kernels
 from experiments.bench.harness import Table, bench, seconds_in_turn
 from experiments.bench.kernels import TIMING, KernelSizes, laid_in_host_memory, memory_share, times_as_fast
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.model.packing import PackedRun, Packing, default_packing
 from flexhybrid.runtime.kernels.attention import Extent, ScoreRule
 from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.kernels.in_place import Parts, layout_of
 from flexhybrid.runtime.kernels.quantize import dequantize, quantize
 from flexhybrid.runtime.kernels.shared_attention import add_part
+from flexhybrid.runtime.kernels.unpack import typed, unpack
 from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.runtime.verbs.moving import put_tokens, take_rows
 
@@ -48,6 +50,7 @@ def bench_host_kernels(table: Table, sizes: KernelSizes = TIMING) -> None:
             for batch, dtype, queries in product((sizes.batch, 4 * sizes.batch), DTYPES, QUERIES):
                 bench_attention(table, sizes._replace(batch=batch), (dtype, queries), share, where)
             bench_packing(table, share, where)
+            bench_stored_bits(table, share, where)
             bench_moving(table, sizes, share, where)
     with torch_threads(1):
         bench_attention_together(table, sizes)
@@ -112,6 +115,34 @@ def bench_packing(table: Table, share: Share, where: str) -> None:
         num_bytes = (rows[0].nbytes + packed[0].nbytes) // 2
         for name, call in calls.items():
             _against_a_copy(table, f"{name}, {bits} bits, {where}", call, num_bytes, BARS[name])
+
+
+#: Format of a checkpoint -> its name in ``packing.FORMATS``, bits, and rows and columns that share a scale.
+STORED = {
+    "FP8 in blocks of 128 x 128": ("block", 8, (128, 128)),
+    "int4 in groups of 128": ("grouped", 4, (1, 128)),
+    "MXFP4": ("mxfp4", 4, (1, 32)),
+}
+UNPACK_BAR = 1.2  #: most nanoseconds an element on one core
+
+
+def bench_stored_bits(table: Table, share: Share, where: str) -> None:
+    """Unpack matrices of a checkpoint to bfloat16."""
+    out = [laid_in_host_memory(torch.zeros(1, *PACKED, dtype=torch.bfloat16)) for _ in range(SETS)]
+    for title, (form, bits, block) in STORED.items():
+        packing = default_packing(Packing(form, *PACKED, bits, block), "BF16", zeros=False, order=False)
+        run = PackedRun(packing)
+        parts = [torch.full((part.num_bytes,), 120, dtype=torch.uint8) for part in packing.parts]
+        sets = [typed(run, list(map(laid_in_host_memory, parts))) for _ in range(SETS)]
+        name, num_bytes = f"unpack {title}, {where}", (out[0].nbytes + sum(part.nbytes for part in parts)) // 2
+
+        def call(turn: int, packing=packing, sets=sets) -> None:
+            unpack(packing, sets[turn], out[turn], share)
+
+        seconds = seconds_in_turn({name: lambda turn, call=call: call(turn % SETS)}, kernels.REPEATS * SETS, SETS)
+        ns = 1e9 * statistics.median(seconds[name]) / out[0].numel()
+        table.at_most(f"{name}: nanoseconds an element", ns, UNPACK_BAR, "ns")
+        _against_a_copy(table, name, call, num_bytes, 1 / 4)
 
 
 def bench_moving(table: Table, sizes: KernelSizes, share: Share, where: str) -> None:

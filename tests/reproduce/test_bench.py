@@ -61,7 +61,7 @@ def test_the_bench_of_the_hosts_kernels_fills_its_rows(monkeypatch):
     with torch_threads(2):
         host_kernels.bench_host_kernels(table, KernelSizes(2, 4, 64, 40, 32))
     assert all(row["value"] > 0 for row in table.rows.values())
-    for name in ("attend_host", "quantize", "dequantize", "scatter", "gather"):
+    for name in ("attend_host", "quantize", "dequantize", "unpack FP8", "unpack int4", "scatter", "gather"):
         rows = [row for row in table.rows if row.startswith(name)]
         assert any("one core" in row for row in rows) and any("2 cores" in row for row in rows)
 

@@ -93,8 +93,7 @@ def plain_unpack(m: Packing, operands: Operands, out: torch.Tensor) -> None:
 def _operands(m: Packing, parts: Parts) -> Operands:
     codes, *others = parts.values()
     if m.format == "mxfp4":
-        exponents = others[0].int()
-        scales = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)  # 2**-127 is subnormal
+        scales = torch.index_select(_powers(codes.device), 0, others[0].flatten().int()).view(others[0].shape)
         return Operands(codes, scales, None, 0.0, None)
     if m.format in ("block", "scaled"):
         return Operands(codes, others[0].float().view(-1, *m.grid), None, 0.0, None)
@@ -105,6 +104,12 @@ def _operands(m: Packing, parts: Parts) -> Operands:
     zeros = _awq(parts[".qzeros"]) if m.format == "awq" else _integers(parts[".qzeros"], m.bits, 2)
     zeros = (zeros[..., : m.rows] + m.zero_offset).float().transpose(1, 2)
     return Operands(codes, parts[".scales"].float().transpose(1, 2), zeros, 0.0, parts.get(".g_idx"))
+
+
+@cache
+def _powers(device: torch.device) -> torch.Tensor:
+    """Return 2**(byte - 127) for every byte, float32 [256], on a device."""
+    return (2.0 ** (torch.arange(256, dtype=torch.float64) - 127)).float().to(device)
 
 
 def _codes(m: Packing, codes: torch.Tensor) -> torch.Tensor:
@@ -157,10 +162,16 @@ def _unpack_compiled(m: Packing, operands: Operands, out: torch.Tensor, share: S
 
 @cache
 def _table(form: str) -> Any:
-    """Return the values of both codes of each byte, complex64 numpy [256]: the lower code is the real part."""
+    """Return the values of each byte's codes, one or two float32 as one uint64, numpy [256]. A table also serves FP8:
+    its arithmetic would need subnormal numbers, which are slow."""
     every = torch.arange(256, dtype=torch.int64)
-    values = torch.tensor(E2M1 if form == "mxfp4" else range(16), dtype=torch.float32)
-    return torch.complex(values[every & 15], values[every >> 4]).numpy()
+    if form in ("block", "scaled"):
+        values = every.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        pairs = torch.stack([values, torch.zeros_like(values)], dim=-1)
+    else:
+        values = torch.tensor(E2M1 if form == "mxfp4" else range(16), dtype=torch.float32)
+        pairs = torch.stack([values[every & 15], values[every >> 4]], dim=-1)
+    return pairs.view(torch.int64).numpy().view("uint64").ravel()
 
 
 #: Format, bits and dtype of codes of each matrix of ``trial``.

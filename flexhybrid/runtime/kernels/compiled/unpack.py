@@ -1,7 +1,7 @@
 """The kernel that unpacks a checkpoint's matrices in a CPU's memory. ``kernels.unpack`` defines formats and calls it.
 
-A tile of rows and columns is decoded to float32, scaled and stored, while it is in the first-level cache. Results are
-equal to plain torch's bit for bit.
+A part of a row is decoded to float32, scaled and stored, while it is in the first-level cache. Rows take turns at the
+same columns, because words may hold codes of several rows. Results are equal to plain torch's bit for bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from flexhybrid.runtime.kernels.compiled.rows import NUMBA, PART
 
-TILE_ROWS, TILE_COLS = 16, 512
+TILE_ROWS, TILE_COLS = 16, 1024
 #: Where the codes of a matrix are: a byte each (FP8, signed or unsigned), two in a byte, in words along the columns, or
 #: in AWQ's words.
 FP8, SIGNED, BYTES, NIBBLES, COLUMN_WORDS, AWQ_WORDS = range(6)
@@ -22,15 +22,15 @@ MXFP4_GROUP = 32  #: a constant, so that LLVM vectorizes the loop over a group
 def unpack(order, operands, sizes, outs, first, end):
     """Unpack rows [first, end) of all matrices.
 
-    ``operands``: codes, uint8, of all matrices; values of a byte's two codes, complex64, for NIBBLES; scales and zero
-    points, float32 [matrices, blocks, blocks]; block of each column, int32 [matrices, columns], or empty. ``sizes``:
-    rows, columns, rows and columns of a block, bits, bytes of a row of codes, and elements from one matrix to the next
-    in the output. ``outs``: float32, and bfloat16 as uint16; one of them is empty.
+    ``operands``: codes, uint8, of all matrices; values of a byte's codes, one or two float32 as uint64, for FP8 and
+    NIBBLES; scales and zero points, float32 [matrices, blocks, blocks]; block of each column, int32 [matrices,
+    columns], or empty. ``sizes``: rows, columns, rows and columns of a block, bits, bytes of a row of codes, and
+    elements from one matrix to the next in the output. ``outs``: float32, and bfloat16 as uint16; one of them is empty.
     """
     codes, table, scales, zeros, index = operands
     out32, out16 = outs
     rows, cols, block_rows, block_cols, bits, row_bytes, step = sizes
-    tile = np.empty((TILE_ROWS, TILE_COLS), np.float32)
+    line = np.empty(TILE_COLS, np.float32)
     row = first
     while row < end:
         matrix, top = row // rows, row % rows
@@ -38,7 +38,7 @@ def unpack(order, operands, sizes, outs, first, end):
         for left in range(0, cols, TILE_COLS):
             width = min(TILE_COLS, cols - left)
             for i in range(height):
-                line, start = tile[i], (row + i) * row_bytes + (left // 2 if order == NIBBLES else left)
+                start = (row + i) * row_bytes + (left // 2 if order == NIBBLES else left)
                 if order == COLUMN_WORDS:
                     base = (matrix * (-(-cols * bits // 32)) + left * bits // 32) * rows + top + i
                     _decode_columns(line, codes.view(np.uint32)[base:], bits, rows, width)
@@ -46,11 +46,13 @@ def unpack(order, operands, sizes, outs, first, end):
                     base = (matrix * cols + left) * (rows // 8) + (top + i) // 8
                     _decode_awq(line, codes.view(np.uint32)[base:], (top + i) % 8, rows // 8, width)
                 elif order == NIBBLES:
-                    source, pairs = codes[start : start + (width + 1) // 2], line.view(np.complex64)
+                    source, pairs = codes[start : start + (width + 1) // 2], line.view(np.uint64)
                     for j in range(len(source)):
                         pairs[j] = table[source[j]]
                 elif order == FP8:
-                    _decode_fp8(line, codes[start : start + width])
+                    source, words = codes[start : start + width], line.view(np.uint32)
+                    for j in range(width):
+                        words[j] = np.uint32(table[source[j]])
                 elif order == SIGNED:
                     source = codes[start : start + width]
                     for j in range(width):
@@ -73,12 +75,12 @@ def _scale(line, scales, zeros, index, place):
     """Subtract zero points from a row's codes and multiply by scales."""
     matrix, block, block_cols, left, width = place
     if not index.size and block_cols == MXFP4_GROUP and width % MXFP4_GROUP == 0:
-        groups = line.reshape(TILE_COLS // MXFP4_GROUP, MXFP4_GROUP)
         for of in range(width // MXFP4_GROUP):
+            first = of * MXFP4_GROUP
             scale = scales[matrix, block, left // MXFP4_GROUP + of]
             origin = zeros[matrix, block, left // MXFP4_GROUP + of]
-            for j in range(MXFP4_GROUP):
-                groups[of, j] = (groups[of, j] - origin) * scale
+            for j in range(first, first + MXFP4_GROUP):
+                line[j] = (line[j] - origin) * scale
         return
     if not index.size:
         for of in range(left // block_cols, (left + width - 1) // block_cols + 1):
@@ -92,19 +94,6 @@ def _scale(line, scales, zeros, index, place):
         of = index[matrix, left + j]
         origin = zeros[matrix, block, of]
         line[j] = (line[j] - origin) * scales[matrix, block, of]
-
-
-@numba.njit(**PART)
-def _decode_fp8(line, source):
-    """Decode 8-bit floats E4M3: their bits are those of a float32 2**120 times smaller; 127 is NaN."""
-    bits, less = line.view(np.uint32), np.float32(2.0**120)
-    for j in range(len(source)):
-        code = np.uint32(source[j])
-        magnitude = code & np.uint32(127)
-        shifted = magnitude << np.uint32(20) if magnitude != np.uint32(127) else np.uint32(0x7FC00000)
-        bits[j] = (code & np.uint32(128)) << np.uint32(24) | shifted
-    for j in range(len(source)):
-        line[j] *= less
 
 
 @numba.njit(**PART)
