@@ -149,7 +149,9 @@ class LiveBatch:
         control = RunControl(on_tokens=self._send, should_stop=lambda: self._closed)
         try:
             while self._wait():
-                answer_arrivals(self.llm, self.sizes, self.places, self._begin, self._open, self._complete, control)
+                answer_arrivals(
+                    self.llm, self.sizes, self.places, self._begin, self._open, self._complete, callbacks=control
+                )
                 self._send(0)
                 if self._taken and not self._closed:
                     raise RuntimeError("no request fits an empty batch")

@@ -81,7 +81,9 @@ def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
     batches, watch = [], JobLines.watch
     monkeypatch.setattr(JobLines, "watch", lambda self, known: batches.append(watch(self, known)) or batches[-1])
     monkeypatch.setattr(replanning, "change_costs", lambda *_: costs)
-    source = requests(tmp_path / "in.jsonl", 24)
+    source = tmp_path / "in.jsonl"
+    rows = (line(f"r{i}", prompt=[5 + i, 7], n=1 + i % 3, max_tokens=4 + i % 9, temperature=i % 2) for i in range(24))
+    source.write_text("\n".join(rows))  # a change may come while some answers to a line are complete
     assert run(source, tmp_path / "plain.jsonl", tiny) == 0 and not replanned
     capsys.readouterr()
     assert auto(source, tmp_path / "out.jsonl", tiny, "--max-num-seqs", "3") == 0
