@@ -118,9 +118,10 @@ class LLMArguments:
         "compute and keep shared beginnings of prompts once (default: yes)", True, action=BooleanOptionalAction
     )
     generation_config: str = option(
-        "auto: take default sampling parameters from the checkpoint's generation_config.json (default: auto)", "auto",
+        "auto: take default sampling parameters from the checkpoint's generation_config.json (default: auto)",
+        "auto",
         choices=SOURCES,
-    )  # fmt: skip
+    )
     cuda_graphs: bool = option(
         "launch decode steps on a GPU with CUDA graphs if possible (default: yes)", True, action=BooleanOptionalAction
     )

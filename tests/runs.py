@@ -86,9 +86,7 @@ def forced_logits(checkpoint, policy, texts, steps, **options) -> list[torch.Ten
         for row, request in enumerate(step.requests.tolist()):
             recorded[request].append(logits[row].float())
 
-    run_wave(
-        checkpoint, policy, prompts, steps, edit=lambda executor: force_tokens(executor, texts, hear), **options
-    )  # fmt: skip
+    run_wave(checkpoint, policy, prompts, steps, edit=lambda executor: force_tokens(executor, texts, hear), **options)
     return [torch.stack(rows) for rows in recorded]
 
 

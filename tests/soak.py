@@ -75,8 +75,9 @@ def write_requests(path: Path, count: int, seed: int) -> None:
         for number in range(count):
             body = {
                 "prompt": [generator.randrange(3, 61) for _ in range(generator.randrange(1, 24))],
-                "max_tokens": generator.randrange(1, 24), "temperature": generator.choice([0, 0.8, 1.5]),
-            }  # fmt: skip
+                "max_tokens": generator.randrange(1, 24),
+                "temperature": generator.choice([0, 0.8, 1.5]),
+            }
             if number % 4 == 1:
                 body["prompt"] = SYSTEM_PROMPT + body["prompt"]
             if number % 5 == 3:

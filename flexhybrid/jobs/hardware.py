@@ -14,7 +14,7 @@ from sim.datasheet import HOST, SHARES, Datasheet, in_rates, load_datasheet
 
 #: Field of a datasheet, and flag -> its help.
 PEAKS = {
-    "tflops": "tensor cores in FP16 with FP32 sums, dense (half of a rate \"with sparsity\")",
+    "tflops": 'tensor cores in FP16 with FP32 sums, dense (half of a rate "with sparsity")',
     "memory_gb_per_s": "the device's memory, by its datasheet",
     "link_gb_per_s": "one direction of the link by its standard (PCIe 3.0 x16 15.75, 4.0 31.5, 5.0 63), of which "
     "copies reach --link-share",
@@ -23,7 +23,7 @@ PEAKS = {
     "host_tflops": f"the host's cores in FP32 (default: {HOST['host_tflops']:g})",
     "disk_read_gb_per_s": "disk reads",
     "disk_write_gb_per_s": "disk writes",
-}  # fmt: skip
+}
 SIZES = {
     "device_memory": "memory of the device, like 24GiB",
     "host_memory": "memory of the host, like 128GiB (default: unlimited)",

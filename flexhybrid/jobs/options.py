@@ -37,8 +37,9 @@ class CompareOptions:
     systems: tuple[str, ...] = option(
         "run these systems instead of the KV:ACT mixes, and show the parts of each one's decode step: names with "
         'options, and policy JSON files, like "kv_only,hybrid(0.5),kvpr_column,int4,mine.json" (quoted)',
-        (), metavar="NAME",
-    )  # fmt: skip
+        (),
+        metavar="NAME",
+    )
     policy: Path | None = option("policy JSON file to run as well", None)
     out: Path = option("folder for tables and figures (default: results)", Path("results"))
     batch: int = option("number of requests in the speed runs (default: 32)", 32)
@@ -60,8 +61,9 @@ class AccuracyOptions:
     text: Path | None = option("text file with form feeds between documents (default: the shipped one)", None)
     policies: tuple[str, ...] = option(
         "systems by name with options, and policy JSON files (default: kv_only,act_only,int4,h2o(0.5),infinigen)",
-        ("kv_only", "act_only", "int4", "h2o(0.5)", "infinigen"), metavar="NAME",
-    )  # fmt: skip
+        ("kv_only", "act_only", "int4", "h2o(0.5)", "infinigen"),
+        metavar="NAME",
+    )
     length: int | None = option("tokens of a text (default: the model's context, at most 2048)", None)
     prompt_tokens: int | None = option("tokens of a text's prompt; h2o(0.5) keeps half of them (default: 1/8)", None)
     num_texts: int = option("number of texts, evenly spaced in the file (default: 14)", 14)

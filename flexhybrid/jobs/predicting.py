@@ -30,15 +30,17 @@ def _add_simulate(commands) -> None:
     )
     _model_and_machine(parser, required=False)
     parser.add_argument(
-        "--batch", type=_batch,
+        "--batch",
+        type=_batch,
         help="number of requests, or auto for each system's fastest; with --lengths, the most requests that run "
         "together (default: 1024)",
-    )  # fmt: skip
+    )
     parser.add_argument("--policy", help="the same as --system")
     parser.add_argument(
-        "--vary", metavar="FIELD=V,V",
+        "--vary",
+        metavar="FIELD=V,V",
         help="a run for each value of a field: batch, prompt_len, gen_len, link_gb_per_s, device_memory, model, …",
-    )  # fmt: skip
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the runs of --vary: .png, .pdf or .svg")
     parser.add_argument(
         "--clock", choices=("closed", "virtual"), default="closed",
@@ -62,9 +64,10 @@ def _add_search(commands) -> None:
     )
     _model_and_machine(parser)
     parser.add_argument(
-        "--batch", type=_batch,
+        "--batch",
+        type=_batch,
         help="number of requests; with --lengths, of those that run together; auto: the fastest (default: auto)",
-    )  # fmt: skip
+    )
     add_options(parser, PolicySearchOptions)
     parser.add_argument("--lossless", action="store_true", default=None, help=argparse.SUPPRESS)  # the former flag
     parser.add_argument("--save-policy", type=Path, help="write the policy to this JSON file, in an existing folder")
@@ -114,10 +117,11 @@ def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(default: as a run would choose)")
     add_budgets(parser, "the machine's")
     parser.add_argument(
-        "--link-gb-per-s", type=float,
+        "--link-gb-per-s",
+        type=float,
         help="rate of the link in each direction (default: the machine's). For a catalogue machine, its standard's "
         "rate, as `flexhybrid hardware` shows it: copies reach a share of it. For a measured one, the rate of copies",
-    )  # fmt: skip
+    )
     parser.add_argument("--disk-gb-per-s", type=float, help="rate of the disk, read and write (default: the machine's)")
     parser.add_argument(
         "--gemm-tflops", type=float, help="10^12 operations a second of matrix products (default: the machine's)"

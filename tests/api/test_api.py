@@ -113,8 +113,9 @@ def test_special_tokens_are_shown_on_request(cpu_dtype):
     llm.codec.shape = dataclasses.replace(llm.shape, eos_token_ids=())
     shown = {}
     for skip in (True, False):
-        params = SamplingParams(temperature=0, max_tokens=3, stop_token_ids=[eos], skip_special_tokens=skip,
-                                include_stop_str_in_output=True)  # fmt: skip
+        params = SamplingParams(
+            temperature=0, max_tokens=3, stop_token_ids=[eos], skip_special_tokens=skip, include_stop_str_in_output=True
+        )
         out = llm.generate(["class Reader:\n    "], params)[0].outputs[0]
         assert out.token_ids == [eos]
         shown[skip] = out.text

@@ -251,7 +251,7 @@ def hf_results(local_tasks, checkpoint):
 def evaluate(model: str, arguments: dict, manager) -> dict[str, list]:
     result = harness.simple_evaluate(
         model, arguments, tasks=list(TASKS), device="cpu", task_manager=manager, bootstrap_iters=0, batch_size=1
-    )  # fmt: skip
+    )
     return {task: [sample["filtered_resps"] for sample in samples] for task, samples in result["samples"].items()}
 
 

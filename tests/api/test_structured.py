@@ -101,13 +101,14 @@ SCALARS = st.sampled_from([
 ])  # fmt: skip
 SCHEMAS = st.recursive(
     SCALARS,
-    lambda inner: st.builds(
-        lambda items: {"type": "array", "items": items, "maxItems": 2}, inner
-    ) | st.dictionaries(st.sampled_from("abcé"), inner, min_size=1, max_size=3).map(
-        lambda some: {"type": "object", "properties": some, "required": list(some), "additionalProperties": False}
+    lambda inner: (
+        st.builds(lambda items: {"type": "array", "items": items, "maxItems": 2}, inner)
+        | st.dictionaries(st.sampled_from("abcé"), inner, min_size=1, max_size=3).map(
+            lambda some: {"type": "object", "properties": some, "required": list(some), "additionalProperties": False}
+        )
     ),
     max_leaves=4,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=12)
@@ -173,8 +174,9 @@ def test_wrong_forms_are_refused_by_name(llm, tiny, monkeypatch):
 
 FORMS = [
     {"json": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["b"]}},
-    {"regex": r"[a-z]{1,5}( [a-z]{2}){0,6}"}, {"choice": ["return", "import os"]},
-]  # fmt: skip
+    {"regex": r"[a-z]{1,5}( [a-z]{2}){0,6}"},
+    {"choice": ["return", "import os"]},
+]
 ASKED = st.fixed_dictionaries(
     {"temperature": st.sampled_from([0.0, 1.0]), "seed": st.integers(0, 3), "max_tokens": st.integers(1, 14)},
     optional={"structured_outputs": st.sampled_from(FORMS), "n": st.integers(1, 2), "logprobs": st.just(1),
@@ -198,7 +200,7 @@ def llm_of():
 @given(
     st.lists(st.tuples(st.sampled_from(PROMPTS), st.just({"max_tokens": 6}) | ASKED), min_size=1, max_size=5),
     st.sampled_from(sorted(POLICIES)),
-)  # fmt: skip
+)
 def test_structured_answers_do_not_depend_on_the_batch(llm_of, requests, policy):
     params = [SamplingParams(**{"temperature": 0} | one) for _, one in requests]
     together = llm_of(policy).generate([text for text, _ in requests], params)

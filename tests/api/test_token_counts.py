@@ -17,9 +17,9 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def split(expression: str) -> pre_tokenizers.Sequence:
-    return pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(expression), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
-    ])  # fmt: skip
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(expression), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
 
 
 def trained(cut, normalizer=None, model=None) -> Tokenizer:

@@ -36,9 +36,7 @@ def machines(gpus: int):
 
 def station(servers: int, seconds: float):
     """Place one model with a replica on each of several GPUs."""
-    return place(
-        (model("m", seconds),), chain((1.0,)), machines(servers), (tuple((g,) for g in range(servers)),)
-    )  # fmt: skip
+    return place((model("m", seconds),), chain((1.0,)), machines(servers), (tuple((g,) for g in range(servers)),))
 
 
 @pytest.mark.parametrize("servers, rho, service", [(1, 0.6, "exponential"), (5, 0.8, "exponential"), (1, 0.7, "fixed")])
@@ -179,9 +177,7 @@ def test_an_offloaded_giant_is_priced_by_the_virtual_clock():
 
 def cascade_of(answered, visited, skips=()) -> Cascade:
     models = tuple(CascadeModel(name) for name in "abcd"[: len(answered)])
-    return Cascade(
-        models, (0.8,) * (len(models) - 1), skips, expected=Expected(tuple(answered), tuple(visited), 0.9)
-    )  # fmt: skip
+    return Cascade(models, (0.8,) * (len(models) - 1), skips, expected=Expected(tuple(answered), tuple(visited), 0.9))
 
 
 def test_flows_of_cascades_have_their_expected_shares():

@@ -205,11 +205,11 @@ def test_each_request_takes_its_own_route():
     assert [answer.index for answer in answers] == list(range(10, 21))
     assert [answer.output for answer in answers] == [
         *("a!", "b!", "c!", "c!", "b!", "b!", "c!", "b!", "a!", "a!", None),
-    ]  # fmt: skip
+    ]
     assert [answer.is_fallback for answer in answers] == [False] * 7 + [True] * 3 + [False]
     assert ["".join(answer.visited) for answer in answers] == [
         *("a", "ab", "abc", "ac", "ab", "ab", "abc", "abc", "abc", "ac", "abc"),
-    ]  # fmt: skip
+    ]
     assert ["".join(answer.failed) for answer in answers] == ["", "", "", "", "a", "a", "b", "c", "c", "c", "abc"]
     assert answers[10].failed == {
         "a": "RuntimeError: out of memory", "b": "logits that are no numbers", "c": "RuntimeError: out of memory",
@@ -224,8 +224,9 @@ def test_each_request_takes_its_own_route():
 def test_a_model_that_gives_too_few_answers_has_failed():
     answers = serve(of_three(), [Scripted(name) for name in "abc"], [{"a": "short", "b": 0.9}, {"a": 0.95}])
     assert [(answer.model, answer.failed) for answer in answers] == [
-        ("b", {"a": "ValueError: 0 outputs for 1 requests"}), ("a", {}),
-    ]  # fmt: skip
+        ("b", {"a": "ValueError: 0 outputs for 1 requests"}),
+        ("a", {}),
+    ]
 
 
 class Pixels(torch.nn.Module):

@@ -264,7 +264,7 @@ def test_visits_and_answers_of_flows():
         (lambda: plan((model("a", 0.1, 1),), chain((1.0,)), cluster(1, 1), 1.0, most_load=2), "most load"),
         (lambda: plan((model("a", 0.1, 1),), chain((0.5, 0.5)), cluster(1, 1), 1.0), "a flow for 2"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused_by_name(make, says):
     with pytest.raises(InputError, match=says) as error:
         make()

@@ -48,8 +48,9 @@ def test_many_requests_take_the_routes_that_each_takes_alone(data):
 
 def test_no_confidence_goes_on_to_the_next_model():
     assert list(of_four().next_model(0, np.array([np.nan, 0.95, 0.9, 0.6, 0.3, 0.1]))) == [
-        *(1, ANSWERED, ANSWERED), *(1, 2, 3)
-    ]  # fmt: skip
+        *(1, ANSWERED, ANSWERED),
+        *(1, 2, 3),
+    ]
     assert list(of_four().next_model(3, np.array([np.nan, 0.0]))) == [ANSWERED, ANSWERED]
 
 

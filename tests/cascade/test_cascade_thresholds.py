@@ -28,8 +28,9 @@ from flexhybrid.core.errors import InputError
 def small_answers(draw) -> Answers:
     """Draw up to four models and nine requests, with equal confidences and the values 0 and 1."""
     num_models, num_requests = draw(st.integers(1, 4)), draw(st.integers(1, 9))
-    cells = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.99, 1.0]),
-                     min_size=num_requests, max_size=num_requests)  # fmt: skip
+    cells = st.lists(
+        st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.99, 1.0]), min_size=num_requests, max_size=num_requests
+    )
     answers = st.lists(st.booleans(), min_size=num_requests, max_size=num_requests)
     return Answers(
         np.array([draw(answers) for _ in range(num_models)]),

@@ -33,9 +33,10 @@ from sim import catalogue
 #: Whose engine lays contexts side by side; the kernels that attend in place are Triton's.
 SIDE_BY_SIDE = replace(catalogue.load("t4"), attends_in_place=False)
 EVERYWHERE = Policy(
-    weights=Placement(device=0.3, host=0.3, disk=0.4), max_mini_batch_tokens=100,
+    weights=Placement(device=0.3, host=0.3, disk=0.4),
+    max_mini_batch_tokens=100,
     cache={"act@host": 0.2, "act@device": 0.2, "kv@disk": 0.2, "kv@device": 0.2, "kv@host": 0.2},
-)  # fmt: skip
+)
 LOSSY = {
     "packed": replace(EVERYWHERE, bits=Bits(8, 4, 8)),
     "heavy hitters": Policy(

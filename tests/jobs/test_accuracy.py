@@ -53,7 +53,7 @@ POLICIES = {
     "h2o_mix.json": Policy(
         "h2o_mix", cache={"kv@host": 0.5, "kv@device": 0.5}, selection=Selection("heavy_hitter", budget=0.5)
     ),
-}  # fmt: skip
+}
 
 
 ALL_CHOSEN = "infinigen(alpha=inf,cap=1.0)"

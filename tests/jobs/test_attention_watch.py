@@ -52,7 +52,8 @@ POLICIES = {
     "tok": Policy(cache={"tok": 0.4, "kv@host": 0.3, "act@host": 0.3}),
     "h2o": Policy(selection=Selection("heavy_hitter", budget=0.8)),
     "h2o mixed": Policy(
-        cache={"kv@host": 0.5, "kv@device": 0.5}, selection=Selection("heavy_hitter", budget=0.8),
+        cache={"kv@host": 0.5, "kv@device": 0.5},
+        selection=Selection("heavy_hitter", budget=0.8),
         max_mini_batch_tokens=250,
     ),
     "infinigen": speculative(1.0, "counter", max_mini_batch_tokens=250),
@@ -60,7 +61,7 @@ POLICIES = {
     "fifo": speculative(0.6, "fifo"),
     "lru": speculative(0.6, "lru", max_mini_batch_tokens=250),
     "counter": speculative(0.6, "counter"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", POLICIES)

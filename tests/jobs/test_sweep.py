@@ -173,7 +173,7 @@ def test_toml_with_several_grids_and_shared_keys(tmp_path):
         ("g.toml", "model = 1979-05-27", ["model = datetime.date"]),
         ("g.yaml", "batch: 1", [".json", ".yaml"]),
     ],
-)  # fmt: skip
+)
 def test_wrong_grids_are_refused_by_name(tmp_path, name, content, words):
     with pytest.raises(InputError) as refused:
         grids.read_points(written(tmp_path / name, content), KEYS)

@@ -105,8 +105,9 @@ class PlainInfiniGen:
 
     def prefill(self, prompts):
         """Compute first tokens. All requests pass a layer before its columns are chosen."""
-        hidden = [self.model.embed(self.shape, self.weights.outer, torch.tensor(p), torch.arange(len(p)))
-                  for p in prompts]  # fmt: skip
+        hidden = [
+            self.model.embed(self.shape, self.weights.outer, torch.tensor(p), torch.arange(len(p))) for p in prompts
+        ]
         for layer in range(self.shape.num_layers):
             sums = torch.zeros(len(prompts), self.shape.num_kv_heads, self.shape.head_dim)
             for i, prompt in enumerate(prompts):

@@ -47,7 +47,7 @@ def test_our_side_from_the_disk_gives_transformers_tokens(tiny, tmp_path, warm_p
     ids = torch.tensor(PROMPTS)
     expected = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, min_new_tokens=4, do_sample=False
-    )  # fmt: skip
+    )
     assert answer["tokens"] == expected[:, 4:].tolist()
     assert answer["violations"] == 0 and len(answer["iteration_end_s"]) == 4
     assert answer["iteration_end_s"] == sorted(answer["iteration_end_s"])

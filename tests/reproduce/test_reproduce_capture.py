@@ -26,8 +26,9 @@ def test_constants_are_few_and_possible():
     assert found["kv_memory_gb_per_s"] <= found["memory_gb_per_s"] <= peak["memory_bytes_per_s"] / 1e9
     fitted = [constant for constant in constants if constant.fitted_on]
     assert {constant.name for constant in constants} - {constant.name for constant in fitted} == {
-        "memory_gb_per_s", "overhead_us"
-    }  # fmt: skip
+        "memory_gb_per_s",
+        "overhead_us",
+    }
     # an experiment lists every constant that went into it, and no other testbed's
     assert experiment("capture-table3").constants == constants
 

@@ -29,7 +29,7 @@ ROWS = [
     {"what": "OPT-6.7B, batch 128", "batch": 128, "paper": 40.0, "ours": 40.8, "unit": "tokens/s", "role": "validate"},
     {"what": "OPT-30B & <friends>", "batch": 32, "paper": 8.0, "ours": 4.0, "role": "context", "source": "Figure 3"},
     {"what": "not in the paper", "batch": 32, "ours": 123456.7},
-]  # fmt: skip
+]
 
 
 def curve(**changes) -> Figure:
@@ -362,7 +362,7 @@ def test_notes_and_quoted_numbers_are_in_the_page():
     made = experiment(
         rows=table([{**ROWS[0], "source": "ch020 (Sec. 5.2)", "aside": "arithmetic (notes 28 and 29)"}]),
         mismatches=("It contradicts eq. 8 (note 16).",),
-    )  # fmt: skip
+    )
     page = Page(report.page([made], [[b"", b""]]))
     assert [one["value"] for one in page.cells("li") if "value" in one] == ["16", "28", "29"]
     assert "Table 1's recompute latency against eq. 8" in page.text and "KVPR has the same kink" in page.text

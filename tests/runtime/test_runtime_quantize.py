@@ -119,8 +119,9 @@ def to(dtype: torch.dtype, values: np.ndarray) -> torch.Tensor:
 @settings(max_examples=150, deadline=None)
 @given(
     values=hnp.arrays(np.float32, (2, 128), elements=st.floats(width=32, allow_nan=False), fill=st.just(np.float32(1))),
-    bits=st.sampled_from(BITS), into=st.sampled_from(DTYPES),
-)  # fmt: skip
+    bits=st.sampled_from(BITS),
+    into=st.sampled_from(DTYPES),
+)
 def test_any_finite_or_infinite_values(values, bits, into):
     check_rows(torch.from_numpy(values), bits, into)
 

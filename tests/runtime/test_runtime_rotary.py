@@ -24,10 +24,11 @@ ROPES = [
     dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16, truncate=False),
     dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16, attention_factor=1.3),
     dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.1),
-    dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-         original_max_position_embeddings=64),
+    dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
     dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=2.0),
-]  # fmt: skip
+]
 
 
 def old_and_new(folder, rope, theta, head_dim):

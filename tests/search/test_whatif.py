@@ -389,8 +389,9 @@ def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path, monke
         device, act = float(row["weights.device"]), float(row["cache.act@host"])
         policy = Policy.from_json(row["policy"])
         assert (policy.weights, dict(policy.cache)) == (
-            Placement(device, 1 - device), {"act@host": act, "kv@host": pytest.approx(1 - act)}
-        )  # fmt: skip
+            Placement(device, 1 - device),
+            {"act@host": act, "kv@host": pytest.approx(1 - act)},
+        )
         run = simulate(setting.problem, policy, 4, 64, 4)
         assert float(row["tokens_per_s"]) == pytest.approx(run.tokens_per_s)
     assert cli.main([*command, "--plot", str(tmp_path / "x.gif")]) == 2

@@ -24,9 +24,10 @@ SHAPE = ModelShape("tiny", "opt", 3, 64, 4, 4, 16, 256, 128, 512)
 def machine(compute_s: float = 0.0, link_s_per_byte: float = 0.0, link_s: float = 0.0) -> Hardware:
     """Return a machine on which every compute task takes the same time; d2h and host compute cost nothing."""
     return Hardware(
-        "toy", "cpu",
+        "toy",
+        "cpu",
         {"compute": Line(compute_s), "h2d": Line(link_s, 0.0, link_s_per_byte), "d2h": Line(), "host_compute": Line()},
-    )  # fmt: skip
+    )
 
 
 def task(number: int, verb: str, resource: str, reads=(), writes=(), link_bytes: int = 0, tokens: int = 0) -> Task:
@@ -54,8 +55,9 @@ def test_host_attention_arrives_before_the_mini_batch_before_is_finished():
     ends = {e.task.key: e.end_s for e in trace}
     early = [
         e.start_s < ends[e.task._replace(verb="finish", mini_batch=e.task.mini_batch - 1).key]
-        for e in trace if e.task.verb == "load_attended" and e.task.mini_batch
-    ]  # fmt: skip
+        for e in trace
+        if e.task.verb == "load_attended" and e.task.mini_batch
+    ]
     assert early and all(early) and not check_trace(trace, 1e-12)
 
 

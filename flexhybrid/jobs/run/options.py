@@ -55,9 +55,10 @@ class RunOptions:
         "most requests at a time; a stop loses their unfinished answers (default: what memory holds)", None, metavar="N"
     )
     answer_tokens: float | None = option(
-        "expected mean tokens of an answer, for the forecast and policy auto (default: max_tokens)", None,
+        "expected mean tokens of an answer, for the forecast and policy auto (default: max_tokens)",
+        None,
         metavar="MEAN",
-    )  # fmt: skip
+    )
     engine: str = option("ray: run on a Ray cluster (default: local)", "local", choices=("local", "ray"))
     actors: int | None = option("executors on the Ray cluster (default: one per GPU or node)", None, metavar="N")
     ordered: bool = option("sort the output into the input's order at the end", False)
@@ -69,8 +70,9 @@ class RunOptions:
     quiet: bool = option("no progress bar", False)
     replan: bool = option(
         "search policy auto again if iterations or answers are 10 %% longer or shorter than predicted (default: yes)",
-        True, action=BooleanOptionalAction,
-    )  # fmt: skip
+        True,
+        action=BooleanOptionalAction,
+    )
     trials: bool = option(TRIALS_HELP, True)
 
     @property

@@ -329,7 +329,7 @@ def _add_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
 @triton.jit
 def _give(  # noqa: PLR0913 (a kernel takes pointers and constants)
     attended, peak, total, rows, real, sinks, target, sums, D: tl.constexpr, SINKS: tl.constexpr, SUMS: tl.constexpr
-):  # fmt: skip
+):
     """Write the weighted values divided by the sum of weights; zeros for a query that sees nothing."""
     if SINKS:  # a sink is a score without a value
         sink = tl.load(sinks, mask=real, other=0.0).to(tl.float32)
