@@ -70,7 +70,8 @@ $(INSTALLED): requirements.txt setup.py
 	@echo "setup 2 of 3: what else jobs need, 0.2 GB: a minute or two"
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements.txt
 	@echo "setup 3 of 3: flexhybrid itself: seconds"
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@# compat: a .pth file, with which a script next to a clone called flexhybrid finds the package, not the clone
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	touch $@
 
 # Kept apart: whoever only runs jobs waits half as long.

@@ -32,7 +32,7 @@ def names(module: str = "") -> list[str]:
 def run(name: str) -> Experiment:
     """Run one experiment, once in a process."""
     module, _, function = listing()[name]["function"].rpartition(".")
-    experiment = getattr(import_module(f"experiments.reproduce.{module}"), function)()
+    experiment = getattr(import_module(f"{__package__}.{module}"), function)()
     return replace(experiment, machines=sorted(catalogue.READ))
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +19,18 @@ import warm_python
 from forced_machine import ATTENTION, FASTER_DTYPE
 from toy_machine import machine
 
+import flexhybrid
 from experiments.reproduce.paper import listing
 from flexhybrid import shipped
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("flexhybrid", "sim", "policy_search", "experiments", "figures")
-#: Records of machines, and of all rows, which no code opens.
-RECORDS = re.compile(r"experiments/results/(amd-|intel-|nvidia-|reproduce/|NOTES)")
+#: What users do not need: records that no code opens, developers' parts of experiments, the second checkpoint.
+LEFT_OUT = re.compile(
+    r"experiments/(results/(amd-|intel-|nvidia-|reproduce/|NOTES)|(bench|checkpoints|gpu|peers|studies|training)/)"
+    r"|flexhybrid/shipped/qwen3"
+)
+MOST_BYTES = 8_000_000
 
 
 def done(command: list, folder: Path, warm: bool = False) -> str:
@@ -40,7 +46,7 @@ def done(command: list, folder: Path, warm: bool = False) -> str:
 
 @pytest.fixture(scope="module")
 def tracked() -> list[str]:
-    listed = done(["git", "-C", ROOT, "ls-files", *FLOORS, "setup.py", "LICENSE"], ROOT.parent)
+    listed = done(["git", "-C", ROOT, "ls-files", *FLOORS, "setup.py", "LICENSE", "README.md"], ROOT.parent)
     return [name for name in listed.splitlines() if (ROOT / name).is_file()]
 
 
@@ -71,9 +77,37 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 def test_the_wheel_holds_every_file_that_is_opened(wheel, tracked):
+    """All lies within flexhybrid, and a compressed wheel is small. Modules keep their lines; only imports differ."""
     with zipfile.ZipFile(wheel) as content:
-        held = {name for name in content.namelist() if name.startswith(tuple(f"{floor}/" for floor in FLOORS))}
-    assert held == {name for name in tracked if "/" in name and not RECORDS.match(name)}
+        held = {name for name in content.namelist() if ".dist-info/" not in name}
+        packed = sum(len(zlib.compress(content.read(name), 6)) for name in held)
+        told = content.read(next(name for name in content.namelist() if name.endswith("METADATA"))).decode()
+        assert all(content.read(name).count(b"\n") == (ROOT / home(name)).read_bytes().count(b"\n") for name in held)
+    assert {home(name) for name in held} == {name for name in tracked if "/" in name and not LEFT_OUT.match(name)}
+    assert packed < MOST_BYTES
+    assert f"Version: {flexhybrid.__version__}" in told and "Provides-Extra: serve" in told
+    assert f"\nversion: {flexhybrid.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {flexhybrid.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def home(name: str) -> str:
+    """Return the place in the repository of a file of the wheel."""
+    inner = name.removeprefix("flexhybrid/")
+    return inner if inner.startswith(tuple(f"{floor}/" for floor in FLOORS[1:])) else name
+
+
+def test_a_users_own_folders_keep_their_names(installed, tmp_path):
+    """Next to folders of the same names, and to a clone, a script imports the installed package and its own folders."""
+    for name in FLOORS[1:]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("OWN = True\n")
+    (tmp_path / "flexhybrid" / "docs").mkdir(parents=True)  # a clone, without __init__.py at its top
+    script = "; ".join(f"import {name}; assert {name}.OWN" for name in FLOORS[1:])
+    used = "from flexhybrid import LLM, shipped; LLM(shipped.CHECKPOINT, 'flexgen', hardware='rtx4090', device='cpu')"
+    (tmp_path / "script.py").write_text(f"{script}\n{used}\nprint(shipped.FOLDER)\n")
+    printed = done([installed / "bin" / "python", tmp_path / "script.py"], tmp_path)
+    assert printed.startswith(str(installed))
+    assert done([installed / "bin" / "flexhybrid", "--version"], tmp_path) == f"flexhybrid {flexhybrid.__version__}\n"
 
 
 #: Prints where the packages' modules lie, and what commands print, one after the other in this process: a fork of one
@@ -111,7 +145,7 @@ def test_commands_work_without_the_repository(installed, tmp_path):
     packages = ships.parents[1]
     asked = json.dumps([str(packages), FLOORS, commands])
     told = json.loads(done([sys.executable, "-c", FILES_AND_COMMANDS, asked], tmp_path, warm=True))
-    assert {name.partition(".")[0] for name in told["files"]} == set(FLOORS)
+    assert {name.partition(".")[0] for name in told["files"]} == {"flexhybrid"}
     assert all(packages in Path(file).parents for file in told["files"].values())
     assert {f"{name}.csv" for name in only} <= {path.name for path in (tmp_path / "reproduced").iterdir()}
     assert json.loads(told["printed"][1])["tokens_per_s"] > 0
