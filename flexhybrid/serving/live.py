@@ -169,8 +169,10 @@ class LiveBatch:
         self._queue, self._num_taken, queue.on_iteration = queue, 0, self._take
 
     def _take(self) -> bool:
-        """Take submitted answers into the batch's queue; return whether there were any."""
+        """Take submitted answers into the batch's queue; return whether there were any. Called before each iteration,
+        as soon as the tokens of the last one are known; ``on_tokens`` would come an iteration later."""
         assert self._queue
+        self._send(0)
         before, workload = self._num_taken, self._queue.workload
         with self._changed:
             gone = {number for number, answer in self._taken.items() if answer.cancelled}
@@ -202,7 +204,7 @@ class LiveBatch:
         self._news.append((answer, answer.take_news(complete=True)))
 
     def _send(self, count: int) -> None:
-        """Send an iteration's news to the loop's thread."""
+        """Send the news since the last call to the loop's thread. ``count``: new tokens of an iteration."""
         now = time.monotonic()
         for answer in self._running.values():
             if len(answer.generated.token_ids) > answer.num_sent and (answer.streams or not answer.first_s):
@@ -210,7 +212,8 @@ class LiveBatch:
                 if answer.streams:
                     self._news.append((answer, answer.take_news(complete=False)))
         news, self._news = self._news, []
-        self._loop.call_soon_threadsafe(self._deliver, news, count)
+        if news or count:
+            self._loop.call_soon_threadsafe(self._deliver, news, count)
         if now > self._trimmed_s + TRIM_S:
             trim_memory()
             self._trimmed_s = now
