@@ -29,7 +29,7 @@ from flexhybrid import shipped
 
 CLIENTS, REQUESTS, ROUNDS = 64, 320, 2
 PROMPT, ANSWER = (16, 96), (16, 96)  #: least and most tokens
-SIZES = dict(hidden_size=768, ffn_dim=3072, num_hidden_layers=6, num_attention_heads=12, word_embed_proj_dim=768)
+SIZES = dict(hidden_size=512, ffn_dim=2048, num_hidden_layers=4, num_attention_heads=8, word_embed_proj_dim=512)
 OPTIONS = f"--policy kv_only --device cpu --dtype float32 --link-gb-per-s 2 --max-num-seqs {CLIENTS}".split()
 BAR = 0.95  #: of the file's tokens per second
 TTFT = "vllm:time_to_first_token_seconds"
