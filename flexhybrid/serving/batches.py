@@ -244,7 +244,7 @@ class Batches:
             stack.callback(file.close)
             file.check(states)
             file.repair()
-        return BatchLines(source, *files, states)
+        return BatchLines(source, files[0], files[1], states)
 
     async def _answer_line(self, batch: dict, lines: BatchLines, number: int) -> None:
         """Answer a line, or write why it is refused."""

@@ -24,7 +24,13 @@ def checkpoint(folder):
 def source(folder):
     """A file of lines of all kinds, some of them refused or blank, without seeds in some."""
     lines = [line(f"r{place}", url, **body) for place, (url, body) in enumerate(bodies(60, seed=3, longest=40))]
-    lines += ["", "{", line("r1", prompt="again"), line("long", prompt="x " * 9000), line("drawn", prompt="def")]
+    lines += [
+        "",
+        "{",
+        line("r1", prompt="again"),
+        line("long", prompt="x " * 9000),
+        line("drawn", prompt="def", top_k=4),
+    ]
     path = folder / "in.jsonl"
     path.write_text("\n".join(lines) + "\n")
     return path
