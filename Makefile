@@ -61,7 +61,8 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and alone: whichever build pip finds for this machine then settles what the rest needs. The files of
-# requirements are complete: there is nothing for pip to work out.
+# requirements are complete: there is nothing for pip to work out. editable_mode=compat makes a .pth file, with which a
+# script next to a clone called flexhybrid finds the package, not the clone.
 $(INSTALLED): requirements.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexhybrid needs Python 3.11 or later: make PYTHON=...")'
 	$(PYTHON) -m venv .venv || { echo "On Debian: apt install python3-venv" >&2; exit 1; }
@@ -70,7 +71,6 @@ $(INSTALLED): requirements.txt setup.py
 	@echo "setup 2 of 3: what else jobs need, 0.2 GB: a minute or two"
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements.txt
 	@echo "setup 3 of 3: flexhybrid itself: seconds"
-	@# compat: a .pth file, with which a script next to a clone called flexhybrid finds the package, not the clone
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	touch $@
 
