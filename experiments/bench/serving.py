@@ -27,7 +27,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from experiments.bench.harness import Table, bench
 from flexhybrid import shipped
 
-CLIENTS, REQUESTS, ROUNDS = 64, 320, 2
+CLIENTS, REQUESTS, ROUNDS = 64, 256, 3
 PROMPT, ANSWER = (16, 96), (16, 96)  #: least and most tokens
 SIZES = dict(hidden_size=512, ffn_dim=2048, num_hidden_layers=4, num_attention_heads=8, word_embed_proj_dim=512)
 OPTIONS = f"--policy kv_only --device cpu --dtype float32 --link-gb-per-s 2 --max-num-seqs {CLIENTS}".split()
