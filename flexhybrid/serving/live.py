@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core.admission import batch_size, check_longest
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.schedule.scheduler import state_of_all
 from flexhybrid.core.wave import RequestQueue
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import trim_memory
@@ -79,11 +81,16 @@ class LiveBatch:
 
     ``sizes``: the lengths that the batch has room for, CAPACITY entries, the longest requests among them.
     ``on_tokens(n)``: called in the loop's thread with the number of new tokens of an iteration. Raise InputError if the
-    longest request does not fit the budgets.
+    longest request does not fit the budgets, or requests cannot join one by one under the policy.
     """
 
     def __init__(self, llm: LLM, sizes: Workload, on_tokens: Callable[[int], None]):
         self.llm, self.sizes, self.on_tokens = llm, sizes, on_tokens
+        if reason := state_of_all(llm.settled_policy):
+            raise InputError(
+                f"policy {llm.settled_policy.name} cannot be served: with {reason}, requests of a mini-batch begin "
+                "together; give another --policy, such as kv_only, or answer a file with `flexhybrid run`"
+            )
         check_longest(llm.problem, llm.settled_policy, sizes)
         self.places = batch_size(llm.problem, llm.settled_policy, sizes, MOST_AT_A_TIME)
         self.error: BaseException | None = None  #: error that ended the thread

@@ -25,6 +25,8 @@ from served import (
     unlike,
 )
 
+from flexhybrid import cli
+
 COUNT = 60
 LONG = {"prompt": "def f(self):", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
@@ -259,8 +261,13 @@ def test_a_signal_waits_for_the_requests_that_run(checkpoint, number):
 
 
 def test_a_port_in_use_is_refused_in_one_line(served, checkpoint, capsys):
-    from flexhybrid import cli
-
     port = served.url.rpartition(":")[2]
     assert cli.main(["serve", "--model", str(checkpoint), "--port", port]) == 2
     assert "give another --port" in capsys.readouterr().err
+
+
+def test_policies_whose_requests_begin_together_are_refused(checkpoint, capsys):
+    words = ["serve", "--model", str(checkpoint), "--port", "0", "--device", "cpu"]
+    words += ["--dtype", "float32", "--policy", "h2o(0.2)"]
+    assert cli.main(words) == 2
+    assert "selection heavy_hitter" in capsys.readouterr().err
