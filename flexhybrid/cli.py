@@ -51,7 +51,8 @@ class Parser(argparse.ArgumentParser):
         """Parse the arguments; former names of flags are accepted.
         Unknown flags are reported by the command itself, and before missing ones, since a missing flag may be
         misspelled."""
-        args = [re.sub("^[^=]*", lambda name: FORMER_FLAGS.get(name[0], name[0]), text) for text in args]
+        former = {old: new for old, new in FORMER_FLAGS.items() if new in self._option_string_actions}
+        args = [re.sub("^[^=]*", lambda name: former.get(name[0], name[0]), text) for text in args]
         options = [] if self._subparsers else [name for name in self._option_string_actions if name.startswith("--")]
         for argument in itertools.takewhile(lambda text: text != "--", args):
             name = argument.partition("=")[0]

@@ -161,7 +161,10 @@ def _shown(args) -> dict:
         f"{sheet.name} ({sheet.gpu}): {describe_sheet(sheet)}{f'; {gib(reserve)} for the driver' if reserve else ''}"
     )
     args.show(describe_rates(hardware))
-    args.show(f"  shares reached: {', '.join(f'{name} {value:g}' for name, value in (SHARES | sheet.shares).items())}")
+    shares = hardware.notes["efficiency"]
+    limited = " (what the link leaves)" * (sheet.host_share < (SHARES | sheet.shares)["host_memory"])
+    said = {name: f"{name} {value:.3g}{limited * (name == 'host_memory')}" for name, value in shares.items()}
+    args.show(f"  shares reached: {', '.join(said.values())}")
     for key in sheet.lines:
         args.show(f"  line {key}: {', '.join(f'{k} {v:.4g}' for k, v in in_rates(hardware.lines[key]).items())}")
     for field, text in {"source": sheet.source, **sheet.sources}.items():

@@ -45,7 +45,7 @@ LEAST_GAP = 0.005  #: optimality gap above which the margin for staying on the d
 #: Systems that the best policy is compared with.
 LOSSLESS_RIVALS = (
     *("kv_only", "act_only", "hybrid_static", "capture", "flexgen", "flexgen(host_attention=true)", "deepspeed"),
-    *("accelerate", "kvpr_row", "kvpr_column", "token_recompute", "fastdecode", "neo", "headinfer", "apt_serve"),
+    *("accelerate", "kvpr_row", "kvpr_column", "token_recompute", "fastdecode", "neo", "apt_serve"),
     "resident",
 )
 LONGEST = "capture"  #: the system that takes longest to price; the searching process does it, a second one the rest
@@ -277,8 +277,8 @@ def describe_found(report: SearchReport) -> str:
     lines += describe_policy(policy, found.batch)
     if found.selected:
         used = "is used and changes the tokens" if policy.selection.method == "speculative" else "makes nothing faster"
-        pays = "ACT makes it faster" if found.selected.act_pays else "ACT does not make it faster"
-        lines.append(f"  the selection {used}; {pays}")
+        pays = "is" if found.selected.act_pays else "is not"
+        lines.append(f"  the selection {used}; with it, a mix with ACT {pays} faster than keys and values alone")
     elif not found.problem.space.lossless:
         lines.append("  no selection is used: no policy with one is allowed and fits this batch")
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())

@@ -113,8 +113,8 @@ def _best_setting(
         shares = WEIGHT_SHARES
     problem = replace(setting.problem, hardware=made.hardware)
     rate, batch, tokens, share = -1.0, 0.0, 0.0, 0.0
-    batches = np.array(list(_coarse(setting.batch) if free else _waves(setting.batch)))
-    for walked in WALKED[: 1 + free]:
+    batches = np.array(sorted({*_coarse(setting.batch), *(() if free else _waves(setting.batch))}))
+    for walked in WALKED:
         axes = [axis.reshape(-1) for axis in np.meshgrid(batches, np.array(sizes), shares, indexing="ij")]
         least = max(rate, known[0]) if known and batch else rate
         found = _fastest(problem, made.policy, setting, axes, walked, least)

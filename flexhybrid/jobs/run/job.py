@@ -171,16 +171,18 @@ class Job:
         if options.trace and traces:
             save_chrome_trace(options.trace, traces, self.lanes)
         if options.report and (work or not options.report.exists()):
-            self._report(printed, traces).save(options.report)
+            self._report(printed, traces, began).save(options.report)
         return outcome.record()
 
-    def _report(self, printed: list[str], traces: dict[str, list[TraceEvent]]) -> RunReport:
-        """Return the run's report. ``printed``: lines of the plan and the summary."""
+    def _report(self, printed: list[str], traces: dict[str, list[TraceEvent]], began: float) -> RunReport:
+        """Return the run's report. ``printed``: lines of the plan and the summary. ``began``: as in ``run``."""
         lines, plan, policy = self.lines, self.lines.plan, self.llm.settled_policy
         shares = {"weights": kept_shares(self.llm.problem, policy)}
         shares |= {"context": dict(policy.cache)} if self.llm.shape.attending else {}
         answered = np.flatnonzero(lines.answer_tokens)
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(began))
         return RunReport(
+            title=f"{self.options.llm.model} answers {self.options.input}, begun at {at}",
             printed=printed,
             manifest=self.manifest,
             refusals=Refusals.of(lines.errors.path),

@@ -74,6 +74,7 @@ class Refusals:
 class RunReport:
     """The contents of a report."""
 
+    title: str  #: model, input, and time of the run
     printed: list[str]  #: lines of the plan and the summary
     manifest: dict
     refusals: Refusals
@@ -117,7 +118,7 @@ class RunReport:
 
     def markdown(self) -> str:
         """Return the page in Markdown, without figures."""
-        lines = ["# A run of flexhybrid", "", *(f"    {text}" for text in self.printed)]
+        lines = ["# A run of flexhybrid", "", self.title, "", *(f"    {text}" for text in self.printed)]
         lines += ["", "## What the results depend on", "", "```json", json.dumps(self.manifest, indent=1), "```"]
         codes = [["why", "lines"], *([code, f"{count:,}"] for code, count in self.refusals.codes.most_common())]
         tables = {"Lines refused": codes, "A decode step of the first wave": self.step_table}
