@@ -191,6 +191,15 @@ def stored_layers(problem: Problem, policy: Policy) -> tuple[PlacedLayer, ...]:
     return placed_layers(problem.shape, policy.weights, stored.weights, stored.compute)
 
 
+def check_weights_bits(policy: Policy, shape: ModelShape) -> None:
+    """Raise InputError if a policy packs weights that the checkpoint has packed."""
+    if shape.packed_elements and policy.bits.weights != "native":
+        raise InputError(
+            f"policy {policy.name}: bits.weights {policy.bits.weights} would pack weights that the checkpoint of "
+            f'{shape.name} has packed: it must be "native"'
+        )
+
+
 def check_planned(policy: Policy, shape: ModelShape) -> None:
     """Raise InputError for a policy that cannot be planned for a model."""
     whole = policy.selection.whole_layers
@@ -199,11 +208,7 @@ def check_planned(policy: Policy, shape: ModelShape) -> None:
             f"policy {policy.name}: selection.whole_layers is {whole}; {shape.name} has {shape.num_layers} layers: "
             "give no more than that"
         )
-    if shape.packed_elements and policy.bits.weights != "native":
-        raise InputError(
-            f"policy {policy.name}: bits.weights {policy.bits.weights} would pack weights that the checkpoint of "
-            f'{shape.name} has packed: it must be "native"'
-        )
+    check_weights_bits(policy, shape)
     representations = {representation_of(entry) for entry in policy.cache_entries}
     speculative = policy.selection.method == "speculative"
     refusals = (

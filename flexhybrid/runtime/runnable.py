@@ -5,11 +5,13 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.attention import PLAIN
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
+from flexhybrid.core.wave import check_weights_bits
 from flexhybrid.runtime.kernels.quantize import row_unit
 
 
 def check_runnable(shape: ModelShape, policy: Policy) -> None:
     """Raise InputError if the executor cannot run a policy for a model; the error names the feature."""
+    check_weights_bits(policy, shape)
     weight_rows = (shape.hidden, shape.query_width, shape.ffn)
     if shape.modules:
         weight_rows = tuple(t.cols for kind in shape.modules.kinds for t in kind if t.cols)

@@ -137,6 +137,8 @@ def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Pat
     device, rate = paced.device, paced.link_gb_per_s
     if modules := profiled_layers(shape).modules:
         sizes += [modules.kind_of, modules.experts_share, [[(t.size, t.early) for t in kind] for kind in modules.kinds]]
+    if shape.packed_elements:  # unpacking takes a part of a layer's time
+        sizes += [shape.packed_elements, shape.packed_bytes]
     identity = json.dumps(
         [EDITION[device.type], device_name(device), torch.__version__, dtype, shape.dtype, rate, *sizes]
     )

@@ -279,8 +279,9 @@ def profile(
     result.samples["compute"] = result.samples.get("assemble", result.samples["attend"])
     result.samples["host_compute"] = result.samples["scatter"]
     if "dequantize_weights" in result.samples:
-        # All layers have one size, so their samples give no slope. Keys and values are dequantized at the same rate.
-        result.samples["dequantize_weights"] += result.samples["dequantize_kv"]
+        # All layers have one size, so their samples give no slope. Keys and values are dequantized at the same rate. A
+        # model whose checkpoint is packed may have only samples of its own weights, which then serve this model alone.
+        result.samples["dequantize_weights"] += result.samples.get("dequantize_kv", [])
     if device.type == "cpu":
         result.faster_dtype = faster_cpu_dtype(shape)
     result.attends_in_place = fastest_paths(device.type, dtype, shape.queries_per_key, shape.head_dim).in_place

@@ -15,6 +15,9 @@ from flexhybrid import LLM, SamplingParams
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.jobs.paths import shape_to_simulate
+from flexhybrid.jobs.profile.job import model_profile_path
+from flexhybrid.resolve import PacedDevice
+from flexhybrid.runtime.profiling.profile import ProfileRun, profile
 from flexhybrid.runtime.storage.loader import Checkpoint, _say_once
 
 pytest.importorskip("greenlet")
@@ -206,3 +209,13 @@ def test_activations_and_the_caches_format_are_said_once_to_be_ignored(packed, t
     texts = [str(warning.message) for warning in said if "tmp" in str(warning.message)]
     assert len(texts) == 2
     assert "activations stay in the compute dtype" in texts[0] and "kv_cache_scheme is ignored" in texts[1]
+
+
+def test_a_profile_of_a_packed_model_leaves_out_runs_that_pack_weights(packed, tmp_path):
+    """Its own weights are unpacked in the other runs, so that the verb has a line, and a record of its own."""
+    packed("llama", "fp8 blocks")
+    shape, run = shape_to_simulate(tmp_path), ProfileRun(2, 16, 1, {"kv@host": 1.0})
+    result = profile(shape, "float32", torch.device("cpu"), runs=[run, run._replace(other={"bits": Bits(weights=4)})])
+    assert result.samples["dequantize_weights"] and "dequantize_kv" not in result.samples
+    here = PacedDevice(torch.device("cpu"))
+    assert model_profile_path(shape, "auto", here) != model_profile_path(shape.unpacked, "auto", here)
