@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, TIERS, representation_of, stored_copies
-from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.policy import Bits, Experts, Placement, Policy
 from flexhybrid.core.task import RESOURCES
 from policy_search.search_problem import NATIVE, Option, SearchProblem
 from sim.candidate_memory import peak_bytes
@@ -158,6 +158,11 @@ class ChoiceGrid:
             return 0.0 * self.reference
         return self._evaluate({"kv@device": 1.0}, hidden=tier)[0] - self.reference
 
+    def _experts_term(self, batch: int) -> np.ndarray:
+        if not batch:
+            return 0.0 * self.reference
+        return self._evaluate({"kv@device": 1.0}, experts=Experts(batch))[0] - self.reference
+
     @cached_property
     def cut_bytes(self) -> np.ndarray:
         """Return the additional device bytes of a layer that is cut between resident and streamed, [pairs]."""
@@ -207,7 +212,8 @@ class ChoiceGrid:
         return list(self._term(self._weights_term, option.schedule, option.weights_bits))
 
     def constant(self, option: Option) -> np.ndarray:
-        return self.reference + self._term(self._hidden_term, option.hidden)
+        terms = self._term(self._hidden_term, option.hidden) + self._term(self._experts_term, option.experts)
+        return self.reference + terms
 
     @cached_property
     def unit(self) -> np.ndarray:

@@ -20,7 +20,7 @@ from policy_search.search_problem import NATIVE, OTHERS, Space
 #: Field of a policy -> field of ``Space`` with its choices.
 CHOICES = {
     "attention": "attention", "schedule": "schedules", "hidden": "hidden",
-    "bits.weights": "weights_bits", "bits.kv": "kv_bits", "bits.act": "act_bits",
+    "bits.weights": "weights_bits", "bits.kv": "kv_bits", "bits.act": "act_bits", "experts.batch": "experts",
 }  # fmt: skip
 FIELDS = (*CHOICES, *OTHERS, "weights", "cache", "max_mini_batch_tokens", "max_batch")
 ELSEWHERE = {

@@ -15,7 +15,7 @@ from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, TIERS, represe
 from flexhybrid.core.context.packing import chunk_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.policy import BITS, Bits, CacheShares, Placement, Policy
+from flexhybrid.core.policy import BITS, Bits, CacheShares, Experts, Placement, Policy
 from flexhybrid.core.problem import Problem
 from sim.array_clock import Prediction
 from sim.candidates import Candidates, num_mini_batches
@@ -43,6 +43,7 @@ class Space:
     weights_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
     kv_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
     act_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
+    experts: tuple[int, ...] = (0, 1)  #: values of ``Experts.batch``, for models whose mini-batches can share experts
     mix: CacheShares | None = None  #: fixed shares of the cache; None: the search chooses
     kept: tuple[tuple[str, Any], ...] = ()  #: (field, value) pairs of OTHERS, which every policy has
 
@@ -63,6 +64,7 @@ class Space:
             and all(tier in self.weights for tier in used)
             and (bits.weights in self.weights_bits and bits.kv in self.kv_bits and bits.act in self.act_bits)
             and policy.selection.method == "none"
+            and policy.experts.batch in self.experts
             and (self.mix is None or _alike(policy.cache, self.mix))
             and all(getattr(policy, name) == value for name, value in self.kept)
         )
@@ -86,6 +88,7 @@ PLAIN = replace(
     schedules=("column",),
     hidden=("device",),
     weights=("device", "host"),
+    experts=(0,),
 )
 
 
@@ -118,13 +121,14 @@ class Option(NamedTuple):
     kv_bits: str | int
     act_bits: str | int
     kept: tuple[tuple[str, Any], ...] = ()  #: (field, value) pairs of OTHERS that differ from the defaults
+    experts: int = 0  #: ``Experts.batch``
 
     @staticmethod
     def of(policy: Policy) -> Option:
         """Return the option of a policy."""
         bits, kept = policy.bits, unusual((name, getattr(policy, name)) for name in OTHERS)
         usual = Option(policy.schedule, policy.hidden, str(policy.attention), bits.weights, bits.kv, bits.act)
-        return usual._replace(kept=kept)
+        return usual._replace(kept=kept, experts=policy.experts.batch)
 
     def storing(self, entries: Iterable[str]) -> Option:
         """Return the option with native bits for representations that no cache entry stores."""
@@ -145,6 +149,7 @@ class Option(NamedTuple):
             bits=Bits(stored.weights_bits, stored.kv_bits, stored.act_bits),
             schedule=self.schedule,
             attention=self.attention,
+            experts=Experts(self.experts),
             **dict(self.kept),
             **sizes,
         )
@@ -279,6 +284,10 @@ class SearchProblem(Problem):
             options += [Option(schedule, hidden, "device", *bits) for bits in on_device]
             if on_host:
                 options += [Option(schedule, hidden, "host", bits, NATIVE, NATIVE) for bits in weights]
+        together = [batch for batch in space.experts if batch and any(self.shape.routed)]
+        shared = [option for option in options if option.schedule == "column" and option.hidden == "device"]
+        options *= 0 in space.experts
+        options += [option._replace(experts=batch) for batch in together for option in shared]
         if not options:
             raise InputError(
                 "no policy is left to choose: what is kept of the cache contradicts where attention may run"

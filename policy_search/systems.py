@@ -327,6 +327,7 @@ SYSTEMS: dict[str, Entry] = {
     "headinfer": _preset(presets.headinfer, _SIZES),
     "apt_serve": _preset(presets.apt_serve, {"hidden": NUMBER, **_SIZES}),
     "xquant": _preset(presets.xquant, {"bits": PACKED, **_SIZES}),
+    "moe_gen": _preset(presets.moe_gen, {"host": NUMBER, **_SIZES}),
     "hybrid": _preset(presets.hybrid, {"share": NUMBER, **_SIZES}, required="share"),
     "flexgen": Entry(
         _flexgen, {"host_attention": FLAG, "compress": FLAG, "cache": HOST}, reads_lines=True, batches="itself"

@@ -18,13 +18,14 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from flexhybrid.core.hardware import LAUNCHER, LINKS
+from flexhybrid.core.plan import part_starts
 from flexhybrid.core.problem import Problem, attends_in_place
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.wave import check_planned
 from sim.candidate_memory import peak_of_steps
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
-from sim.template_run import RESIDENT_CLASSES, Loop, TaskKey, loops_of, structure_of, template_run
-from sim.verb_seconds import VerbSeconds, longest
+from sim.template_run import RESIDENT_CLASSES, Loop, TaskKey, TinyKind, loops_of, structure_of, template_run
+from sim.verb_seconds import AFTER_ROUTES, VerbSeconds, longest
 
 CHUNK = 1024  #: policies walked together; arrays of this size fit a core's cache
 BOUND_CHUNK = 8192  #: policies bounded together; a bound needs fewer arrays
@@ -204,7 +205,7 @@ class _TemplateWalk:
 
     def __init__(self, verbs: VerbSeconds, num_walked: int):
         steps = verbs.steps
-        schedule, num_layers = steps.policy.schedule, steps.problem.shape.num_layers
+        policy, num_layers = steps.policy, steps.problem.shape.num_layers
         self.verbs, self.num_walked = verbs, num_walked
         self.phase_of = [0]  # phase of each walked iteration
         # Walked iteration -> number of equal iterations after it that are skipped, [candidates]; negative: so many
@@ -215,25 +216,21 @@ class _TemplateWalk:
             if stretch.entry is not None:
                 self.after[len(self.phase_of) - 1] = stretch.count - num_walked
         self.tiny = template_run(
-            structure_of(
-                steps.policy,
-                tuple(sorted(steps.shares)),
-                steps.problem.shape.unpacks(steps.policy.bits.weights),
-            ),
-            *loops_of(steps.policy, steps.layers, int(steps.num_mini_batches[0])),
+            structure_of(policy, tuple(sorted(steps.shares)), steps.problem.shape.unpacks(policy.bits.weights)),
+            *loops_of(policy, steps.layers, int(steps.num_mini_batches[0])),
             num_decode=len(self.phase_of) - 1,
             resident=int(_resident_class(steps)[0]),
             on_disk=int(_disk_class(steps)[0]),
-            states=tuple(kind.state for kind in steps.kinds),
-            in_place=attends_in_place(steps.problem, steps.policy),
+            kinds=tuple(TinyKind(kind.state, kind.routed and bool(policy.experts.batch)) for kind in steps.kinds),
+            in_place=attends_in_place(steps.problem, policy),
         )
         inner, outer = self.tiny.inner.num_rounds, self.tiny.outer.num_rounds
         # Rounds of each loop that the template run omits.
-        if schedule == "column":
+        if policy.schedule == "column":
             self.skipped_inner, self.skipped_outer = steps.num_mini_batches - inner, num_layers - outer
         else:
             self.skipped_inner, self.skipped_outer = num_layers - inner, steps.num_mini_batches - outer
-        self.full = _full_mini_batches(steps, inner if schedule == "column" else outer)
+        self.full = _full_mini_batches(steps, inner if policy.schedule == "column" else outer)
         self.prices: dict[tuple[int, TaskKey], tuple] = {}
         self.ends: list = [None] * (len(self.tiny.tasks) + self.tiny.num_moved)  # seconds; None: a task without work
         # For each position: the time at which each resource becomes free, and the time of the last launch.
@@ -288,11 +285,22 @@ class _TemplateWalk:
                 price = self.verbs.phases[0].first_load_s.get(verb), None
             else:
                 price = self.verbs.task(phase, verb, all_tokens, kind, self.full[mini_batch])
+            if kind in self.verbs.phases[phase].expert_rows and verb in AFTER_ROUTES:
+                price = self._price_after_skip(phase, key, price)
             if part and price[0] is not None:
                 early_s = self.verbs.phases[phase].early_load_s[kind]
                 price = early_s if part == 1 else price[0] - early_s, price[1]
             self.prices[phase, key] = price
         return price
+
+    def _price_after_skip(self, phase: int, key: TaskKey, price: tuple) -> tuple:
+        """Return the price of a task that comes after all mini-batches of a part of a layer, also those skipped."""
+        walked, batch = self.tiny.inner.num_rounds, self.verbs.steps.policy.experts.batch
+        if key.verb != "experts":
+            return price[0] * (1 + self.skipped_inner / walked), price[1]
+        starts = [*part_starts(walked, batch), walked]
+        share = (starts[starts.index(key.mini_batch) + 1] - key.mini_batch) / walked
+        return self.verbs.experts_s(self.verbs.phases[phase], key.kind, share), None
 
     def _skip(self, position: int) -> None:
         """Advance the times by the rounds that the template run omits after this position."""

@@ -13,7 +13,7 @@ from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY
 from flexhybrid.core.context.selection import WHOLE_LAYERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.policy import WHOLE_BATCH, Bits, Overlap, Placement, Policy, Selection
+from flexhybrid.core.policy import WHOLE_BATCH, Bits, Experts, Overlap, Placement, Policy, Selection
 from flexhybrid.core.units import parse_bytes
 
 _RESIDENT = Placement(device=1.0)
@@ -219,6 +219,21 @@ def apt_serve(hidden: float = 0.5, max_mini_batch_tokens: int = 8192) -> Policy:
     share = _share(hidden, "apt_serve: the share of layer inputs")
     cache = {"act@device": share, "kv@device": 1.0 - share}
     return Policy("apt_serve", _RESIDENT, cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
+
+
+def moe_gen(host: float = 0.0, max_mini_batch_tokens: int = 8192) -> Policy:
+    """Attend in mini-batches, and compute each layer's experts once for all of them, as MoE-Gen does (arXiv
+    2503.09716). Weights, keys and values are on the host, which attends to the share ``host`` of the tokens. Raise
+    InputError for a share outside 0..1."""
+    share = _share(host, "moe_gen: the host's share")
+    return Policy(
+        "moe_gen",
+        cache={"kv@host": 1.0},
+        attention={"host": share, "device": 1.0 - share},
+        packing="fifo",
+        max_mini_batch_tokens=max_mini_batch_tokens,
+        experts=Experts(batch=1),
+    )
 
 
 def fastdecode(max_mini_batch_tokens: int = 8192) -> Policy:

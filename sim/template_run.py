@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,6 +65,13 @@ class TinyTask(NamedTuple):
     iteration: int
     key: TaskKey
     waits: tuple[int, ...]  #: indices of awaited tasks on other resources
+
+
+class TinyKind(NamedTuple):
+    """Properties of a kind of layers: fields of ``ModelShape``, for one layer."""
+
+    states: LayerState | None
+    routed: bool  #: False also if the policy computes experts for each mini-batch by itself
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,8 @@ def loops_of(policy: Policy, layers: tuple[int, ...], num_mini_batches: int) -> 
 
     whole = num_whole(policy.selection, len(layers))
     if policy.schedule == "column":
-        inner = loop(num_mini_batches, 1)
+        in_parts = policy.experts.batch > 1  # mini-batches are not alike: the last of each part has the experts
+        inner = Loop(num_mini_batches, None) if in_parts else loop(num_mini_batches, 1)
         return inner, layer_loop(layers, inner.num_rounds, whole)
     inner = layer_loop(layers, 1, whole)
     return inner, loop(num_mini_batches, inner.num_rounds)
@@ -186,14 +194,14 @@ def template_run(
     num_decode: int,
     resident: int,
     on_disk: int,
-    states: tuple[LayerState | None, ...] = (),
+    kinds: tuple[TinyKind, ...] = (),
     in_place: bool = False,
 ) -> TinyRun:
     """Return the template run of policies with this ``structure_of``, with ``num_decode`` decode iterations.
 
-    ``resident``: one of RESIDENT_CLASSES. ``on_disk``: streamed weights on the disk, 0 none, 1 some, 2 all. ``states``:
-    recurrent state of each kind of layers (None: none); empty: all layers attend and have no state. ``in_place``:
-    attention reads keys and values in place.
+    ``resident``: one of RESIDENT_CLASSES. ``on_disk``: streamed weights on the disk, 0 none, 1 some, 2 all. ``kinds``:
+    properties of each kind of layers; empty: all layers attend and have no state. ``in_place``: attention reads keys
+    and values in place.
     """
     layers, mini_batches = (outer, inner) if structure.schedule == "column" else (inner, outer)
     positions = inner.num_rounds * outer.num_rounds
@@ -203,7 +211,7 @@ def template_run(
     # Lay out the repeated iteration even if it is removed again: one layout serves every number of iterations.
     laid_out = num_decode if num_decode < first else first + 1
     counts = mini_batches.num_rounds, laid_out
-    tasks, ends = lay_out(structure, layers.kinds, *counts, resident, on_disk, states, in_place)
+    tasks, ends = lay_out(structure, layers.kinds, *counts, resident, on_disk, kinds, in_place)
     if num_decode != laid_out:
         bounds = first * positions, (first + 1) * positions
         tasks, ends = _repeated(tasks, ends, bounds, num_decode - laid_out)
@@ -290,13 +298,16 @@ def lay_out(
     num_decode: int,
     resident: int,
     on_disk: int,
-    states: tuple[LayerState | None, ...] = (),
+    kinds: tuple[TinyKind, ...] = (),
     in_place: bool = False,
 ):
     """Return (tasks, end of each position) of a run without skips. ``layers``: the kind of each layer; the other
     arguments are those of ``template_run``."""
     num_layers = len(layers)
-    of_layers = tuple(states[kind] for kind in layers) if any(states) else ()
+    of_layers = {}
+    for name in TinyKind._fields:
+        if any(values := tuple(getattr(kinds[kind], name) for kind in layers) if kinds else ()):
+            of_layers[name] = values
     machine = Hardware("tiny", "cpu", LINES, attends_in_place=in_place)
     wave = _wave(structure, (num_layers, num_mini_batches, num_decode), (resident, on_disk), of_layers, machine)
     policy = wave.policy
@@ -329,11 +340,12 @@ def _wave(
     structure: Policy,
     counts: tuple[int, int, int],
     placed: tuple[int, int],
-    states: tuple[LayerState | None, ...],
+    of_layers: dict[str, Any],
     machine: Hardware,
 ) -> Wave:
     """Return a wave of a small model whose policy has this structure. ``counts``: numbers of layers, mini-batches and
-    decode iterations. ``placed``: (``resident``, ``on_disk``). ``states``: recurrent state of each layer."""
+    decode iterations. ``placed``: (``resident``, ``on_disk``). ``of_layers``: fields of the model's
+    shape."""
     (num_layers, num_mini_batches, num_decode), (resident, on_disk) = counts, placed
     shape = ModelShape(
         name="tiny",
@@ -346,7 +358,7 @@ def _wave(
         ffn=1024,
         vocab=512,
         max_positions=1 << 20,
-        states=states,
+        **of_layers,
     )
     layout = layer_layout(shape, structure.bits.element_bytes(2, shape.kv_group).weights, 2)
     total = layout.total_bytes

@@ -21,7 +21,7 @@ from flexhybrid.core.schedule.step_work import StepCounts, recomputed_rows, work
 from flexhybrid.core.task import RESOURCES, Work
 from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 from flexhybrid.core.wave import check_planned
-from flexhybrid.core.work import kv_gen
+from flexhybrid.core.work import experts, kv_gen
 from sim.candidate_memory import peak_of_steps
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
 from sim.cost import byte_times, hardware_of, price
@@ -29,6 +29,10 @@ from sim.cost import byte_times, hardware_of, price
 #: (verb, True in a layer that attends to all tokens in a model whose other layers select, True in one of the last
 #: mini-batches, the layer's index in ``CandidateSteps.kinds``)
 VerbKey = tuple[str, bool, bool, int]
+
+
+#: Verbs that follow the last of the mini-batches that share experts.
+AFTER_ROUTES = ("experts", "finish", "head", "sample", "store_out")
 
 
 @dataclass
@@ -41,6 +45,8 @@ class _Phase:
     present: dict[VerbKey, np.ndarray] = field(default_factory=dict)
     #: verb -> seconds of the run's first load of weights, a whole layer
     first_load_s: dict[str, np.ndarray] = field(default_factory=dict)
+    #: kind of layer -> rows of all mini-batches, if they share its experts
+    expert_rows: dict[int, Any] = field(default_factory=dict)
     #: kind of layer -> seconds of the first of two loads (``Wave.cuts_layer``); 0 if one load has all weights
     early_load_s: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -100,6 +106,7 @@ class VerbSeconds:
         if steps.whole:
             # In a stretch, layers that drop tokens store to one entry; the others store to several.
             mixed = steps.whole.decode(replace(stretch, entry=None)) if stretch else steps.whole.prefill
+        rows: list[Any] = []  # of a full mini-batch, and of one of the last, that pass experts together with others
         for last, batch in ((False, steps.full_size), (True, steps.last_size)):
             if last and np.array_equal(batch, steps.full_size):
                 for table in (phase.seconds, phase.present, phase.link_bytes):
@@ -114,6 +121,7 @@ class VerbSeconds:
                 ways.append((True, steps.whole.policy, mixed(batch)))
             for all_tokens, policy, counts in ways:
                 works = work_of_kind(shape, policy, steps.stored, counts, all_tokens, steps.kinds[kind])
+                rows += [works["experts"].tokens] if "experts" in works else []
                 for verb, work in works.items():
                     key = verb, all_tokens, last, kind
                     phase.seconds[key], present = self._task_seconds(verb, work, counts)
@@ -127,6 +135,17 @@ class VerbSeconds:
                     phase.seconds[key], phase.present[key] = np.zeros(len(batch)), np.zeros(len(batch), bool)
                     if VERBS[verb].cargo:
                         phase.link_bytes[key] = 0.0
+        if rows:
+            phase.expert_rows[kind] = self._of_all(rows[0], rows[-1])
+            parts = np.minimum(steps.policy.experts.batch, steps.num_mini_batches)
+            mean_s = parts * self.experts_s(phase, kind, 1.0 / parts) / steps.num_mini_batches
+            phase.seconds |= {("experts", False, last, kind): mean_s for last in (False, True)}
+
+    def experts_s(self, phase: _Phase, kind: int, share) -> Any:
+        """Return the seconds of experts for a ``share`` of a layer's rows, [candidates] or one number."""
+        shape = self.steps.problem.shape.of_weights(self.steps.kinds[kind].weights)
+        work = experts(shape, self.steps.stored.compute, phase.expert_rows[kind] * share)
+        return self._price("experts", RESOURCE_OF["experts"], work)
 
     def _task_seconds(self, verb: str, work: Work, counts: StepCounts) -> tuple[Any, np.ndarray | None]:
         """Return (mean seconds of a task over a phase's steps, whether a candidate has it or None if all have)."""
@@ -266,6 +285,8 @@ class VerbSeconds:
                 continue
             if column and verb == "dequantize_weights":
                 seconds = seconds if loop == "outer" else 0.0
+            elif verb in AFTER_ROUTES and kind in self.phases[phase].expert_rows and loop != "outer":
+                continue
             elif column and loop == "outer":
                 seconds = self._of_all(seconds, self.phases[phase].seconds[verb, False, True, kind])
             if VERBS[verb].per != "iteration":

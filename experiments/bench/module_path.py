@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +25,7 @@ from experiments.bench.launch import _MACHINE, SHORT
 from experiments.bench.layer_kinds import save_config, shape_in
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import Experts, Policy
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.links import CpuCopies
@@ -34,7 +35,7 @@ from flexhybrid.runtime.process_settings import torch_threads
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
-from sim.presets import hybrid, kv_only
+from sim.presets import hybrid, kv_only, resident
 
 #: Sizes whose products take no time, and sizes of all models on the link: no text outgrows the window, so all load the
 #: same bytes.
@@ -46,6 +47,16 @@ WIDE: dict[str, Any] = dict(
     hidden_size=1024, intermediate_size=2816, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=8,
     head_dim=64, vocab_size=3000, max_position_embeddings=2048, sliding_window=2048, dtype="float32",
 )  # fmt: skip
+EXPERTS: dict[str, Any] = dict(
+    TINY,
+    hidden_size=512,
+    num_attention_heads=8,
+    num_hidden_layers=2,
+    moe_intermediate_size=512,
+    num_experts=32,
+    num_experts_per_tok=4,
+    vocab_size=1000,
+)
 FAST = "llama"  #: the model with a file of ours
 MODULES = ("llama", "qwen3", "gemma2", "gemma3_text", "phi3")
 PER_STEP, PRODUCTS = ("embed", "head", "sample"), ("project", "kv_gen", "finish")
@@ -54,6 +65,7 @@ WORKLOAD, MINI_BATCH = Workload.uniform(16, 512, 8), 8
 POSITION_BAR_US = 500
 #: Of its bound, what a decode by a file of ours reaches at least. Trees are held against each other by the rows.
 FAST_BARS = {"kv_only": 0.95, "hybrid(0.5)": 0.8}
+EXPERTS_BAR = 0.6  #: of the processor time of mini-batches with experts of their own
 MODULE_BAR = 0.9  #: of the other path's: below, a file of its own pays, as Qwen3 and Phi-3 have it
 
 
@@ -119,6 +131,38 @@ def bench_speeds(table: Table) -> None:
                 calls = {name: lambda _, session=session: session.decode_result() for name, session in sessions.items()}
                 seconds = seconds_in_turn(calls, TURNS, warm_up=1)
             _add(table, policy.name, bounds, seconds)
+
+
+@bench("modules")
+def bench_experts(table: Table) -> None:
+    """Add the processor time of decode iterations whose mini-batches share experts, over that of each by itself.
+
+    Everything is resident: 96 requests in 12 mini-batches, and layers of 32 experts of 3 MB, of which a token takes 4.
+    """
+    seconds: dict[int, list[float]] = {0: [], 1: []}
+    workload = Workload.uniform(96, 16, 4)
+    with torch_threads(1), TemporaryDirectory() as folder, ExitStack() as stack:
+        shape = empty_model(saved(folder, "qwen3_moe", EXPERTS)).shape
+        sessions = {}
+        for batch in seconds:
+            policy = replace(resident(8 * 33), packing="fifo", experts=Experts(batch))
+            weights = stack.enter_context(
+                closing(Weights(shape, RandomWeights(shape), "float32", torch.device("cpu"), policy))
+            )
+            make_engine = partial(Engine, num_threads=1)
+            opened = Session.of(weights, policy, workload, hardware=_MACHINE, make_engine=make_engine)
+            sessions[batch] = stack.enter_context(opened)
+            if len(sessions[batch].wave.mini_batches) != 12:
+                raise ValueError("not 12 mini-batches")
+            sessions[batch].generate()
+        for _ in range(TURNS):
+            for batch, session in sessions.items():
+                start = time.process_time()
+                session.decode_result()
+                seconds[batch].append((time.process_time() - start) / 3)
+    ratios = [together / alone for alone, together in zip(*seconds.values(), strict=True)]
+    name = "experts once for 12 mini-batches: processor time of an iteration, to each by itself"
+    table.at_most(name, statistics.median(ratios), EXPERTS_BAR, "x", samples=ratios, seconds=seconds)
 
 
 def _add(table: Table, policy: str, bounds: dict[str, dict[str, float]], seconds: dict[str, list[float]]) -> None:

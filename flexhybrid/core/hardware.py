@@ -215,11 +215,9 @@ class Hardware:
 
     def own_line(self, verb: str, resource: str, suffix: str = "") -> Line:
         """Return ``line`` without contention."""
-        if suffix and (line := self.lines.get(verb + suffix)):
-            return line
         key: str | None = verb
         while key is not None:
-            if line := self.lines.get(key):
+            if line := self.lines.get(key + suffix) or self.lines.get(key):
                 return line
             key = VERBS[key].otherwise if key in VERBS else None
         if line := self.lines.get(resource):

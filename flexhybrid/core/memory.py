@@ -156,7 +156,11 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     # Scores with a softcap are stored twice, for this many queries of each request at a time.
     scored = np.minimum(sizes.step_rows, PREFILL_QUERIES * sizes.batch) * shape.softcaps
     pools, staged = _pool_parts(problem, policy, sizes, row)
-    workspace = workspace_bytes(shape, p, sizes.step_rows, sizes.batch, weights.cut)
+    at_experts = 0  # rows of decode steps that are multiplied with experts together
+    if policy.experts.batch:
+        at_experts = sizes.hidden_rows if "tok" in policy.cache_entries else sizes.places
+    rows = larger(sizes.step_rows, at_experts)
+    workspace = workspace_bytes(shape, p, rows, sizes.batch, weights.cut)
     states = _state_parts(shape, policy, sizes, p, workspace)
     chosen = _selection_parts(problem, policy, sizes, weights.first_resident, row)
     on_device = {
@@ -174,6 +178,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "attention sums": 4 * PARTIAL_ROWS * partial_elements(shape.head_dim) if partial else 0,
         "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
         "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
+        "rows at experts": at_experts * routed_bytes(shape, p),
         "lent keys and values": len(shape.lending) * sizes.hidden_rows * native_kv,  # of new tokens
         "layers' arguments": (shape.modules.call_elements if shape.modules else 0) * sizes.hidden_rows * p,
         "token ids": 8 * sizes.cached_tokens,
@@ -342,6 +347,14 @@ def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):
     widths = shape.query_width * 2 + shape.kv_width + shape.ffn * (2 if shape.gated_mlp else 1) + 3 * shape.passed_width
     widths = widths + cut * max(shape.ffn, shape.query_width + shape.kv_width)
     return np.maximum(step_rows * widths * p, sampling)
+
+
+def routed_bytes(shape: ModelShape, p: int) -> float:
+    """Return the bytes of a row that waits for experts. These are its residual, the experts' input, also next to other
+    rows, their output and a shared expert's; two float32 scores of each expert, and the chosen ones with weights."""
+    experts = shape.modules.num_experts if shape.modules else 0
+    taken = experts * shape.modules.experts_share if shape.modules else 0
+    return 5 * shape.passed_width * p + 8 * experts + 2 * (8 + p) * taken
 
 
 def total_bytes(plan: MemoryPlan) -> dict[str, int]:

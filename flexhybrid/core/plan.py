@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from flexhybrid.core import work
 from flexhybrid.core.schedule import accesses
 from flexhybrid.core.schedule.positions import NO_STOPS, LayerGroup, Position, Stops, positions
 from flexhybrid.core.schedule.templates import Accesses, Template, Templates
@@ -34,6 +35,20 @@ class WeightSlice(NamedTuple):
     end: int
     disk_start: int = 0
     disk_end: int = 0
+
+
+class ExpertRows(NamedTuple):
+    """Payload of an experts task: the positions whose rows are multiplied with a layer's experts."""
+
+    weight_slot: int
+    positions: Sequence[Position]
+
+
+def part_starts(num_positions: int, batch: int) -> list[int]:
+    """Return the first position of each part of a layer's positions that has its experts together. ``batch``: see
+    ``Experts.batch``."""
+    parts = min(batch, num_positions)
+    return [-(-num_positions * part // parts) for part in range(parts)]
 
 
 def stream(wave: Wave, stops: Stops = NO_STOPS, first_iteration: int = 0) -> Iterator[Task]:
@@ -122,6 +137,7 @@ class _Stream:
         self.slices: dict[tuple, Entries] = {}
         self.parts: dict[tuple, Entries] = {}
         self.recordings: dict[tuple, RecordedTasks] = {}
+        self.experts = _Experts(self)
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
         """Yield the tasks in stream order."""
@@ -130,9 +146,10 @@ class _Stream:
         if current:
             first = current.positions[0]
             yield from _loads_of_weights(_slice_key(current, first, 0), self._load_weights(current, 0, 1))
-            yield from self._tasks_of(self.templates.load_cache, first)
+            yield from self.tasks_of(self.templates.load_cache, first)
         while current:
             following, num_slices = next(groups, None), len(current.positions)
+            parts = self.experts.parts(current)
             upcoming = [*current.positions[1:], *(following.positions[:1] if following else ())]
             for index, position in enumerate(current.positions):
                 ahead = upcoming[index] if index < len(upcoming) else None
@@ -149,17 +166,19 @@ class _Stream:
                 for owner, make, entries in recording.parts:
                     yield from make(owners[owner], entries)
                 opened, before = recording.opens, position if recording.holds else None
+                if index in parts:
+                    yield from self.experts.tasks(current, parts[index])
                 if following and not following.positions and index + 1 == num_slices:  # the group is settled now
                     following = next(groups, None)
                     if ahead := following.positions[0] if following else None:
                         if before and self._loads_late(position, ahead) == "stored":
-                            yield from self._tasks_of(self.templates.store, before)
+                            yield from self.tasks_of(self.templates.store, before)
                             before = None
-                        yield from self._tasks_of(self.templates.load_cache, ahead)
+                        yield from self.tasks_of(self.templates.load_cache, ahead)
                 self.number += 1
             current = following
         if before:
-            yield from self._tasks_of(self.templates.store, before)
+            yield from self.tasks_of(self.templates.store, before)
 
     def _record(self, around: PositionContext) -> RecordedTasks:
         """Record the tasks of a position, with what decides them around it."""
@@ -215,7 +234,7 @@ class _Stream:
         yield POSITION, self._part(self.templates.close, position)
         if not self.by_step:
             yield POSITION, self._part(self.templates.store, position)
-        if position.layer == self.wave.shape.num_layers - 1 and position.step.last:
+        if self.samples(position) and "route" not in position.works:
             yield POSITION, self._part(self.templates.sample, position)
         if self.by_step and not holds:
             yield POSITION, self._part(self.templates.store, position)
@@ -236,11 +255,17 @@ class _Stream:
         """
         if "attend_host" not in position.works or "attend_host" not in ahead.works or ahead.follows(position):
             return False
+        if ahead.leads and "route" in position.works:  # the layer before waits for its experts
+            return False
         if not ahead.leads or "dequantize_weights" in ahead.works:
             return not ahead.leads
         kind = self.kinds[ahead.layer]
         last = [_slice(*part, num_slices - 1, num_slices) for part in self.wave.placed[kind].streamed_parts]
         return all(start == end or start >= self.templates.needed[kind][1] for start, end in last)
+
+    def samples(self, position: Position) -> bool:
+        """Return whether a token is sampled after the position."""
+        return position.layer == self.wave.shape.num_layers - 1 and position.step.last
 
     # ---- the tasks of a position
 
@@ -249,10 +274,14 @@ class _Stream:
         key = part.__name__, position.form, self.by_step and self.number % 2
         entries = self.parts.get(key)
         if entries is None:
-            entries = self.parts[key] = tuple([self._entry(*template) for template in part(position)])
+            entries = self.parts[key] = tuple(self.entries(part(position)))
         return entries
 
-    def _tasks_of(self, part: Callable[[Position], Iterator[Template]], position: Position) -> list[Task]:
+    def entries(self, templates: Iterable[Template]) -> Iterator[tuple]:
+        """Yield the entries of templates (``_entry``)."""
+        return (self._entry(*template) for template in templates)
+
+    def tasks_of(self, part: Callable[[Position], Iterator[Template]], position: Position) -> list[Task]:
         """Return the tasks of a part of a position, outside a recording."""
         return _tasks(position, self._part(part, position))
 
@@ -284,29 +313,65 @@ class _Stream:
         """
         slice_of = self.kinds[group.layer], group.weight_slot, index, num_slices, cut
         if (key := (*slice_of, self.by_step and self.number % 2)) not in self.slices:
-            tasks = self._slice_tasks(*slice_of)
+            tasks = _slice_tasks(self.wave, *slice_of)
             made = ((self._entry(verb, reads, writes), *rest) for verb, reads, writes, *rest in tasks)
             self.slices[key] = tuple((*entry[:2], work, *entry[2:], payload) for entry, work, payload in made)
         return self.slices[key]
 
-    def _slice_tasks(self, kind: int, slot: int, index: int, num_slices: int, cut: bool) -> Iterator[tuple]:
-        """Yield the loads of a slice of a kind of layer: (verb, reads, writes, work, payload)."""
-        layout, first, disk_first = self.wave.placed[kind]
-        parts = self.wave.placed[kind].streamed_parts
-        (low, high), (disk_start, disk_end) = (_slice(*part, index, num_slices) for part in parts)
-        on_disk = disk_end - disk_start
-        for start, end in ((low, layout.kv_end), (layout.kv_end, high)) if cut else ((low, high),):
-            if end - start + on_disk == 0:
-                return
-            payload = WeightSlice(slot, start, end, disk_start, disk_end)
-            reads: tuple[Access, ...] = ()
-            writes = accesses.bytes_of_slot(slot, start - first, end - first)
-            if on_disk:
-                reads = (Access(("weights_staging", slot), disk_start - disk_first, disk_end - disk_first),)
-                writes += accesses.bytes_of_slot(slot, disk_start - first, disk_end - first)
-                yield "read_weights", (), reads, Work(link_bytes=on_disk, num_copies=1), payload
-            moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
-            yield "load_weights", reads, writes, moved, payload
+
+def _slice_tasks(wave: Wave, kind: int, slot: int, index: int, num_slices: int, cut: bool) -> Iterator[tuple]:
+    """Yield the loads of a slice of a kind of layer: (verb, reads, writes, work, payload)."""
+    layout, first, disk_first = wave.placed[kind]
+    parts = wave.placed[kind].streamed_parts
+    (low, high), (disk_start, disk_end) = (_slice(*part, index, num_slices) for part in parts)
+    on_disk = disk_end - disk_start
+    for start, end in ((low, layout.kv_end), (layout.kv_end, high)) if cut else ((low, high),):
+        if end - start + on_disk == 0:
+            return
+        payload = WeightSlice(slot, start, end, disk_start, disk_end)
+        reads: tuple[Access, ...] = ()
+        writes = accesses.bytes_of_slot(slot, start - first, end - first)
+        if on_disk:
+            reads = (Access(("weights_staging", slot), disk_start - disk_first, disk_end - disk_first),)
+            writes += accesses.bytes_of_slot(slot, disk_start - first, disk_end - first)
+            yield "read_weights", (), reads, Work(link_bytes=on_disk, num_copies=1), payload
+        moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
+        yield "load_weights", reads, writes, moved, payload
+
+
+class _Experts:
+    """Makes the tasks of a layer after the last mini-batch of a part: its experts, and the rest of the layer."""
+
+    def __init__(self, stream: _Stream):
+        self.stream, self.wave = stream, stream.wave
+        self.entries: dict[tuple, tuple] = {}  # by the forms of the part's positions
+
+    def parts(self, group: LayerGroup) -> dict[int, Sequence[Position]]:
+        """Return {index of a part's last position in the group: the part's positions}."""
+        if not (batch := self.wave.policy.experts.batch):
+            return {}
+        routed = [index for index, position in enumerate(group.positions) if "route" in position.works]
+        starts = part_starts(len(routed), batch)
+        of_parts = (routed[start:end] for start, end in zip(starts, [*starts[1:], None], strict=False))
+        return {part[-1]: [group.positions[index] for index in part] for part in of_parts}
+
+    def tasks(self, group: LayerGroup, part: Sequence[Position]) -> Iterator[Task]:
+        """Yield the experts of a part's positions, then the rest of the layer for each of them."""
+        stream = self.stream
+        key = tuple([position.form for position in part]), stream.by_step and stream.number % 2
+        if key not in self.entries:
+            if len(self.entries) >= MOST_RECORDINGS:
+                self.entries.clear()
+            self.entries[key] = next(stream.entries(stream.templates.experts(part)))
+        rows = sum(position.works["experts"].tokens for position in part)
+        done = work.experts(self.wave.shape.of_weights(stream.kinds[group.layer]), self.wave.stored.compute, rows)
+        verb, resource, reads, writes = self.entries[key]
+        own = group.iteration, group.layer, part[0].step.mini_batch
+        yield Task(*own, verb, resource, done, reads, writes, ExpertRows(group.weight_slot, part))
+        for position in part:
+            yield from stream.tasks_of(stream.templates.after_experts, position)
+            if stream.samples(position):
+                yield from stream.tasks_of(stream.templates.sample, position)
 
 
 def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int]:

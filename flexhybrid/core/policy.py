@@ -164,8 +164,19 @@ class Selection:
             _check_choice(self.columns, ("batch", "request"), "selection.columns")
 
 
+@dataclass(frozen=True)
+class Experts:
+    """How experts are computed in decode steps. In prompts, each mini-batch has its experts by itself."""
+
+    #: 0: for each mini-batch by itself; 1: once for all mini-batches of a layer; n: for n parts of the mini-batches
+    batch: int = 0
+
+    def check(self) -> None:
+        check("policy: experts.batch", self.batch, type(self.batch) is int and self.batch >= 0, "a whole number >= 0")
+
+
 #: Fields of a policy that are records of their own.
-_PARTS = {"weights": Placement, "embedding": Placement, "bits": Bits, "selection": Selection}
+_PARTS = {"weights": Placement, "embedding": Placement, "bits": Bits, "selection": Selection, "experts": Experts}
 
 
 def _is_number(value) -> bool:
@@ -255,6 +266,7 @@ class Policy:
     #: balance: by CAPTURE's algorithm, which keeps the imbalance F_b small
     packing: str = "balanced"
     selection: Selection = Selection()
+    experts: Experts = Experts()  #: how experts are computed; other layers are not affected
     #: where decode steps attend. {"host": s, "device": 1 - s}: the host attends to the share s of ``kv@host``, and the
     #: device to the other tokens; the share is kept in ``cache``, as ``attended(kv@host)``
     attention: str | Mapping[str, float] = "device"
@@ -281,6 +293,7 @@ class Policy:
         self.embedding.check("embedding")
         self.bits.check()
         self.selection.check()
+        self.experts.check()
         if not isinstance(self.cache, Mapping) or not self.cache:
             raise InputError('policy: cache must map representations to shares, like {"kv@host": 1.0}')
         for key in self.cache:
@@ -303,6 +316,11 @@ class Policy:
         bound, most = self.max_mini_batch_tokens, self.max_batch
         check("policy: max_mini_batch_tokens", bound, _is_count(bound), "a whole number >= 1")
         check("policy: max_batch", most, most is None or _is_count(most), "a whole number >= 1")
+        if self.experts.batch and (self.schedule != "column" or self.hidden != "device"):
+            raise InputError(
+                f"policy: experts.batch is {self.experts.batch}, with schedule {self.schedule} and hidden "
+                f"{self.hidden}; experts for several mini-batches need schedule column and hidden device"
+            )
         if self.attention == "host":
             for key in self.cache:
                 if key not in ("kv@host", "kv@disk"):

@@ -16,7 +16,7 @@ class Verb:
     resource: str  #: one of RESOURCES
     cargo: str = ""  #: one of CARGO; empty for a verb that crosses no link
     #: how often a mini-batch has it: once in each "layer", "gap" between layers, "choosing layer" of a speculative
-    #: selection, or "iteration"
+    #: selection, or "iteration"; "part": a layer's mini-batches have it together, in ``Experts.batch`` parts
     per: str = "layer"
     #: without this, a step lacks the verb: "blocks" of ``blocks``, new "rows" of ``blocks``, a "recomputed" prefix,
     #: "shared" blocks to attend to, a "chunk" of prompts after cached tokens, or a layer's "state"; None: every step of
@@ -64,6 +64,8 @@ VERBS: dict[str, Verb] = {
         Verb("attend_recomputed", "compute", needs="recomputed", otherwise="attend_prefill", group="gemm"),
         Verb("merge_attended", "compute", otherwise="assemble"),
         Verb("rank", "compute"),
+        Verb("route", "compute", otherwise="finish", group="gemm"),
+        Verb("experts", "compute", per="part", otherwise="finish", group="gemm"),
         Verb("finish", "compute", group="gemm"),
         Verb("store_act", "d2h", "act", "layer", "rows", (("act",), ("host", "disk")), stores=True, group="cache copy"),
         Verb("store_kv", "d2h", "kv", "layer", "rows", (("kv",), ("host", "disk")), stores=True, group="cache copy"),

@@ -211,7 +211,15 @@ def check_planned(policy: Policy, shape: ModelShape) -> None:
     check_weights_bits(policy, shape)
     representations = {representation_of(entry) for entry in policy.cache_entries}
     speculative = policy.selection.method == "speculative"
+    batch, selected = policy.experts.batch, policy.selection.method != "none"
+    if batch and not any(shape.routed):
+        why = "computes them by its own code" if shape.modules and shape.modules.has_experts else "has none"
+        raise InputError(
+            f"policy {policy.name}: experts.batch is {batch}, which is for models with experts; {shape.name} {why}: "
+            "give 0"
+        )
     refusals = (
+        (batch and selected, f"experts.batch with selection {policy.selection.method}"),
         (policy.embedding.device < 1, "embedding and head off the device"),
         (shape.recurrent and "tok" in representations, "a cache of token ids (tok) for a model with recurrent layers, "
          "whose states would be recomputed for each token,"),

@@ -126,6 +126,28 @@ def finish(shape: ModelShape, p: int, rows) -> Work:
     return Work(memory_bytes=moved * p, flops=flops, tokens=rows, line=line)
 
 
+def route(shape: ModelShape, p: int, rows) -> Work:
+    """Return the work of a layer after attention up to its experts: ``finish`` with the dense matrices alone."""
+    weights = shape.modules.late[0] if shape.modules else 0
+    return Work(memory_bytes=(6 * rows * shape.passed_width + weights) * p, flops=2 * weights * rows, tokens=rows)
+
+
+def experts(shape: ModelShape, p: int, rows) -> Work:
+    """Return the work of a layer's experts: ``finish`` with their matrices alone."""
+    if not shape.modules:
+        return Work(tokens=rows, line=EXPERTS_SUFFIX)
+    weights = shape.modules.late[1]
+    read = weights * shape.modules.touched(rows)
+    flops = 2 * weights * shape.modules.experts_share * rows
+    made = (3 if shape.gated_mlp else 2) * rows * shape.ffn
+    return Work(memory_bytes=(made + read) * p, flops=flops, tokens=rows, line=EXPERTS_SUFFIX)
+
+
+def add_experts(shape: ModelShape, p: int, rows) -> Work:
+    """Return the work of a layer after its experts: adding their output, and a shared expert's, to hidden states."""
+    return Work(memory_bytes=3 * rows * shape.passed_width * p, tokens=rows)
+
+
 def embed(shape: ModelShape, p: int, rows) -> Work:
     """Return the work of reading token and position embeddings."""
     return Work(memory_bytes=3 * rows * shape.passed_width * p, tokens=rows)

@@ -44,6 +44,7 @@ POLICY_FIELDS = (
     *(f"cache.{kind}@{tier}" for kind in ("kv", "act") for tier in TIERS),
     f"cache.{ATTENDED_ENTRY}",
     *("schedule", "attention", "hidden", "overlap", "packing", "max_mini_batch_tokens", "max_batch"),
+    "experts.batch",
 )
 AUTO = "auto"  #: value of "batch": the batch with the most tokens a second
 

@@ -55,6 +55,7 @@ REFUSED = [
     (dict(embedding=dict(gpu=1)), "embedding.gpu"),
     (dict(bits=dict(hidden=4)), "bits.hidden"),
     (dict(selection=dict(top_k=4)), "selection.top_k"),
+    (dict(experts=dict(chunk=4)), "experts.chunk"),
     (dict(version=2), "version"),
     # values out of range
     (dict(weights=dict(device=0.5)), "weights"),
@@ -70,6 +71,8 @@ REFUSED = [
     (dict(cache={"kv@host": float("nan")}), "kv@host"),
     (dict(bits=dict(kv=16)), "bits.kv"),
     (dict(hidden="gpu"), "hidden"),
+    (dict(experts=dict(batch=-1)), "experts.batch"),
+    (dict(experts=dict(batch=1), schedule="row"), "experts.batch"),
     (dict(schedule="zigzag"), "schedule"),
     (dict(packing="best"), "packing"),
     (dict(attention="cpu"), "attention"),

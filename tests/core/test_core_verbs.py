@@ -10,7 +10,7 @@ from flexhybrid.core.hardware import Hardware, Line, resource_of_line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.model.states import LayerState, StateTensor
 from flexhybrid.core.plan import stream
-from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.policy import Bits, Experts, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import may_share
 from flexhybrid.core.task import RESOURCES
@@ -56,6 +56,8 @@ def test_the_executor_the_streams_and_the_table_know_the_same_verbs(problem):
     state = LayerState((StateTensor("recurrent", 0, (4,), True),), attends=False)
     recurrent = replace(problem, shape=replace(SHAPE, states=(state,) * SHAPE.num_layers))
     emitted |= {task.verb: task.resource for task in stream(admit(recurrent, Policy(), workload))}
+    routed = replace(problem, shape=replace(SHAPE, routed=(True,) * SHAPE.num_layers))
+    emitted |= {task.verb: task.resource for task in stream(admit(routed, Policy(experts=Experts(1)), workload))}
     for policy in POLICIES:
         if may_share(policy, SHAPE):  # they begin with 32 tokens; one more is computed in chunks
             lengths = Workload(np.array([40, 40, 300]), np.array([5, 3, 2]))
@@ -73,7 +75,7 @@ def test_the_executor_the_streams_and_the_table_know_the_same_verbs(problem):
 def test_records_have_only_known_values():
     for name, verb in VERBS.items():
         assert verb.name == name and verb.resource in RESOURCES
-        assert verb.per in ("layer", "gap", "choosing layer", "iteration")
+        assert verb.per in ("layer", "gap", "choosing layer", "iteration", "part")
         assert verb.needs in (None, "blocks", "rows", "recomputed", "shared", "chunk", "state") and (
             verb.needs in ("blocks", "rows")
         ) == bool(verb.blocks)

@@ -17,7 +17,7 @@ from runs import admitted, engine_of
 from tiny_models import greedy, save_tiny
 
 from flexhybrid.core.plan import stream
-from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.policy import Bits, Experts, Placement, Policy, Selection
 from flexhybrid.core.schedule.dependencies import HAZARDS
 from flexhybrid.core.trace import check_trace
 from flexhybrid.runtime import engine as engine_module
@@ -136,6 +136,21 @@ def test_every_architecture(tmp_path, kind):
     with fake_cuda() as watch:
         result = run_under(Checkpoint(tmp_path), EVERYWHERE)
     assert result.tokens == greedy(model, PROMPTS, MAX_TOKENS)
+    check_clean(result, watch)
+
+
+@pytest.mark.parametrize(
+    "kind, batch, attention",
+    [("qwen3_moe", 1, "device"), ("qwen3_moe", 2, "host"), ("gpt_oss", 2, "device"), ("qwen3_next", 1, "host")],
+)
+def test_experts_that_mini_batches_share(tmp_path, kind, batch, attention):
+    model = save_tiny(tmp_path, kind)
+    cache = EVERYWHERE.cache if attention == "device" else {"kv@host": 1.0}
+    policy = replace(EVERYWHERE, cache=cache, attention=attention, experts=Experts(batch), max_mini_batch_tokens=60)
+    with fake_cuda() as watch:
+        result = run_under(Checkpoint(tmp_path), policy)
+    assert result.tokens == greedy(model, PROMPTS, MAX_TOKENS)
+    assert {"route", "experts"} <= {event.task.verb for event in result.trace}
     check_clean(result, watch)
 
 

@@ -32,7 +32,7 @@ BY_DEFINITION = (
 _HOLDS_NOTHING = frozenset((
     "load_hidden", "quantize", "store_kv", "store_act", "write_kv", "write_act", "scatter", "scatter_device", "attend",
     "attend_prefill", "attend_shared", "attend_chunk", "attend_recomputed", "attend_host", "attend_host_shared",
-    "finish", "head", "sample", "store_out",
+    "route", "experts", "finish", "head", "sample", "store_out",
 ))  # fmt: skip
 
 #: What lies in double buffers.

@@ -16,9 +16,10 @@ from flexhybrid.core.model.attention import PLAIN, AttentionKind
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
 from flexhybrid.core.model.states import LayerState, StateTensor
 from flexhybrid.core.plan import stream
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Experts, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.trace import check_trace
 from flexhybrid.core.work import PREFILL_QUERIES
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.runtime.profiling.profile import profiled_layers
@@ -61,6 +62,48 @@ def test_both_clocks_agree_on_layers_of_several_kinds(kind):
             closed, virtual = compare(case)
             gaps.append(abs(closed / virtual - 1))
     assert np.median(gaps) <= 0.005 and max(gaps) <= 0.02
+
+
+def sharing_experts(case: UniformCase, batch: int) -> UniformCase:
+    """Return a case of ``of_mixed_layers`` whose layers' last kind of weights has experts for several mini-batches."""
+    shape = case.shape
+    modules = shape.modules or ModuleLayers("none", (module(8, 512),), (0,) * shape.num_layers, SHAPE.vocab, 0.25)
+    routed = tuple(kind == len(modules.kinds) - 1 for kind in modules.kind_of)
+    policy = replace(case.policy, experts=Experts(batch), hidden="device", schedule="column")
+    return replace(case, shape=replace(shape, modules=modules, routed=routed), policy=policy)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_both_clocks_agree_on_experts_that_mini_batches_share(batch):
+    rng, gaps = np.random.default_rng(11 + batch), []
+    while len(gaps) < 12:
+        case = of_mixed_layers(random_case(rng, ("column", "serial")[len(gaps) % 2]), rng)
+        if case.policy.selection.method == "none" and case.shape.modules:
+            case = sharing_experts(case, batch)
+            if not any(case.shape.routed):
+                continue
+            closed, virtual = compare(case)
+            gaps.append(abs(closed / virtual - 1))
+            trace = run(stream(case.wave()), case.hardware)
+            assert check_trace(trace, 1e-15) == []
+    print(f"{batch} parts: median {np.median(gaps):.2e}, worst {max(gaps):.2%}")
+    assert np.median(gaps) <= 0.002 and max(gaps) <= 0.01
+
+
+def test_sharing_experts_moves_their_work_to_one_task_a_layer():
+    """What ``route``, ``experts`` and ``finish`` do adds up to what ``finish`` does, but experts are read once."""
+    case = case_of(EXPERTS, Policy(cache={"kv@host": 1.0}, max_mini_batch_tokens=230), batch=6)
+    shared = sharing_experts(case, 1)
+    works = {
+        of: [task.work for task in stream(one.wave()) if task.iteration == 2 and task.layer == 5 and task.verb in of]
+        for of, one in ((("finish",), case), (("route", "experts"), shared))
+    }
+    alone, together = works.values()
+    assert len(alone) == 3 and len(together) == 4
+    assert sum(work.flops for work in alone) == sum(work.flops for work in together)
+    weights = 8 * 512 * HIDDEN * 4
+    read = sum(work.memory_bytes for work in alone) - sum(work.memory_bytes for work in together)
+    assert read == pytest.approx(weights * (3 * (1 - 0.75**2) - (1 - 0.75**6)))
 
 
 STATE = (StateTensor("recurrent", 0, (200,), True),)

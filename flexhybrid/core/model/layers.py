@@ -94,16 +94,30 @@ class ModuleLayers:
         """Return whether a layer has experts."""
         return any(tensor.experts for kind in self.kinds for tensor in kind)
 
+    @property
+    def late(self) -> tuple[int, int]:
+        """Return the elements of late matrices of the layer with the most: (those of no expert, those of experts)."""
+        sums = []
+        for kind in self.kinds:
+            late = [tensor for tensor in kind if _belongs(tensor, "late")]
+            experts = sum(tensor.elements for tensor in late if tensor.experts)
+            sums.append((sum(tensor.elements for tensor in late) - experts, experts))
+        return max(sums, key=sum)
+
+    def touched(self, rows):
+        """Return the expected share of experts that any of ``rows`` tokens chooses; numbers or arrays."""
+        return 1.0 - (1.0 - self.experts_share) ** rows
+
     def read(self, rows):
         """Return the elements of late matrices that are read for ``rows`` tokens; numbers or arrays. Experts count with
         the expected number of those that any token chooses."""
-        taken = 1.0 - (1.0 - self.experts_share) ** rows
-        sums = [
-            (sum(t.elements for t in kind if _belongs(t, "late") and t.experts is experts) for experts in (False, True))
-            for kind in self.kinds
-        ]
-        dense, experts = max(map(tuple, sums), key=sum)
-        return dense + experts * taken if experts else dense
+        dense, experts = self.late
+        return dense + experts * self.touched(rows) if experts else dense
+
+    @property
+    def num_experts(self) -> int:
+        """Return the most experts of a layer; 0 without experts."""
+        return max((tensor.size[0] for kind in self.kinds for tensor in kind if tensor.experts), default=0)
 
     @property
     def widest(self) -> int:

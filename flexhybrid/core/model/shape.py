@@ -35,6 +35,7 @@ class LayerKind(NamedTuple):
     window: int | None  #: tokens of its attention window; None: it attends to all tokens
     state: LayerState | None  #: recurrent state in addition to keys and values; None: none
     borrows: bool = False  #: it attends to keys and values of another layer, and stores none
+    routed: bool = False  #: see ``ModelShape.routed``
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class ModelShape:
     states: tuple[LayerState | None, ...] = ()  #: recurrent state by layer; empty: no layer has one
     #: by layer, the layer whose keys and values it attends to, itself or an earlier one; empty: each its own
     sources: tuple[int, ...] = ()
+    #: by layer, whether its experts can be computed for several mini-batches together; empty: no layer has such experts
+    routed: tuple[bool, ...] = ()
     limit: int | None = None  #: most tokens of a request, if fewer than ``max_positions`` are wanted
     modules: ModuleLayers | None = None  #: tensors of a model that runs through transformers' own layers; else None
     #: (layout name, packed matrices that fill it) of each layer, for models with own layer functions (``own_matrices``)
@@ -150,8 +153,9 @@ class ModelShape:
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer."""
+        routed = self.routed or (False,) * self.num_layers
         return tuple(
-            LayerKind(self.weights_kind(n), self.attention_of(n).window, self.state_of(n), self.borrows(n))
+            LayerKind(self.weights_kind(n), self.attention_of(n).window, self.state_of(n), self.borrows(n), routed[n])
             for n in range(self.num_layers)
         )
 
@@ -178,6 +182,7 @@ class ModelShape:
             modules=modules,
             states=states,
             sources=self._sources_of(layers) if self.sources else (),
+            routed=tuple(self.routed[layer] for layer in layers) if self.routed else (),
         )
 
     def _sources_of(self, layers: Sequence[int]) -> tuple[int, ...]:

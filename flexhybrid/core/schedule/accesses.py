@@ -77,6 +77,10 @@ class AccessMap:
             return cell("hidden", k, position.step.chunk)
         return cell("hidden", position.slot)
 
+    def routed(self, position: Position) -> Access:
+        """Return the rows of the position's step that wait for experts, and the experts' output for them."""
+        return cell("routed", position.step.mini_batch, position.step.chunk)
+
     def state(self, position: Position) -> Access:
         """Return the recurrent states of a mini-batch's requests in the position's layer, where they are kept."""
         return cell("states", position.step.mini_batch, position.layer)

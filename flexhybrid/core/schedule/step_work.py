@@ -159,7 +159,10 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
 
 
 #: Verbs of a layer without attention.
-STATE_VERBS = ("embed", "dequantize_weights", "load_hidden", "finish", "store_hidden", "head", "sample", "store_out")
+STATE_VERBS = (
+    *("embed", "dequantize_weights", "load_hidden", "route", "experts", "finish", "store_hidden"),
+    *("head", "sample", "store_out"),
+)
 
 
 #: Verbs that store new keys and values, or ACT.
@@ -170,18 +173,22 @@ def work_of_kind(
     shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, whole: bool, kind: LayerKind
 ) -> dict[str, Work]:
     """Return ``step_work`` of a kind of layers. A layer that borrows keys and values stores none, and loads or
-    recomputes its source's. A prompt loads no state. A layer without attention does all its work in ``finish``."""
+    recomputes its source's. A prompt loads no state. A layer without attention does all its work in ``finish``. If
+    several mini-batches share their experts in decode steps, ``route`` does what ``finish`` does before experts."""
     works = step_work(shape, policy, stored, c, whole)
     if kind.borrows:
         works = {verb: work for verb, work in works.items() if verb not in STORING}
-    state, p = kind.state, stored.compute
+    state, p, rows, last = kind.state, stored.compute, works["finish"].tokens, "finish"
+    if kind.routed and policy.experts.batch and not (c.prefill or c.chunk):
+        last, parts = "route", {"route": work.route, "experts": work.experts, "finish": work.add_experts}
+        works = works | {verb: work_of(shape, p, rows) for verb, work_of in parts.items()}
     if state is None:
         return works
-    finish = work.keep_state(works["finish"], state.num_bytes(p), c.batch)
+    finish = work.keep_state(works[last], state.num_bytes(p), c.batch)
     if not state.attends:
         finish = work.together(works["project"], finish)
         works = {verb: works[verb] for verb in STATE_VERBS if verb in works}
-    works = works | {"finish": finish}
+    works = works | {last: finish}
     if state.tensors and policy.state_tier == "host":
         moved = work.move_state(state.num_bytes(p), c.batch, len(state.tensors))
         works = works | ({} if c.prefill else {"load_state": moved}) | {"store_state": moved}

@@ -5,7 +5,7 @@ The templates come in parts, such as the loads or the stores; ``core.plan`` deci
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flexhybrid.core.context.selection import first_choosing
 from flexhybrid.core.schedule import accesses
@@ -156,8 +156,9 @@ class Templates:
         step, works = position.step, position.works
         layout = self.wave.placed_of(position.layer).layout
         hidden, qkv, states = self.at.hidden(position), self.at.qkv(position), self.at.computed_states(position)
+        verb, made = ("route", self.at.routed(position)) if "route" in works else ("finish", hidden)
         if "project" not in works:
-            yield "finish", (hidden, *self.at.matrices(position, 0, layout.total_bytes), *states), (hidden, *states)
+            yield verb, (hidden, *self.at.matrices(position, 0, layout.total_bytes), *states), (made, *states)
             return
         if step.prefill:
             yield "attend_prefill", (qkv,), (self.at.attended(position),)
@@ -170,7 +171,19 @@ class Templates:
             yield "rank", (self.at.attended(position), qkv), (self.at.ranks(position),)
         reads = (self.at.attended(position), hidden, *self.at.matrices(position, 0, layout.vectors_end))
         reads += self.at.matrices(position, layout.qkv_end, layout.total_bytes)
-        yield "finish", (*reads, *states), (hidden, *states)
+        yield verb, (*reads, *states), (made, *states)
+
+    def experts(self, part: Sequence[Position]) -> Iterator[Template]:
+        """Yield the experts of a layer for several of its positions."""
+        rows = tuple(map(self.at.routed, part))
+        weights = self.at.matrices(part[0], 0, self.wave.placed_of(part[0].layer).layout.total_bytes)
+        yield "experts", (*rows, *weights), rows
+
+    def after_experts(self, position: Position) -> Iterator[Template]:
+        """Yield the rest of a layer after its experts."""
+        weights = self.at.matrices(position, 0, self.wave.placed_of(position.layer).layout.total_bytes)
+        hidden = self.at.hidden(position)
+        yield "finish", (self.at.routed(position), hidden, *weights), (hidden,)
 
     def _attend(self, position: Position, qkv: Access) -> Iterator[Template]:
         """Yield attention on the device to cached and new tokens."""

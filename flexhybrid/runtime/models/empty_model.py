@@ -23,7 +23,7 @@ from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, check_plain, st
 from flexhybrid.core.model.stored import PackedFormat, packed_format
 from flexhybrid.runtime.models.coroutines import hosted
 from flexhybrid.runtime.models.latent import tensors_in
-from flexhybrid.runtime.models.probe import ROWS, LayerFacts, look, measure
+from flexhybrid.runtime.models.probe import ROWS, LayerFacts, calls_experts, look, measure
 from flexhybrid.runtime.models.transformer import Layers, Unsupported, build, check_libraries, decoder_layers, one_line
 
 FAMILY = "module"  #: family of shapes that run through transformers' layers
@@ -141,7 +141,10 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
     outer = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in inside]
     latent = attention[0].kv_gen.width if attention and attention[0].kv_gen.source else None
     head_dim = max((max(fact.key_dim, fact.value_dim) for fact in attention), default=1)
-    work, share = measure(layers, facts, list(map(kind_of.index, range(len(kinds)))))
+    first = [kind_of.index(kind) for kind in range(len(kinds))]
+    work, share = measure(layers, facts, first)
+    having = [any(len(tensor.size) > 2 and "experts" in tensor.name for tensor in kind) for kind in kinds]
+    calling = [has and calls_experts(layers, at, facts[at]) for has, at in zip(having, first, strict=True)]
     modules = ModuleLayers(
         folder=str(folder.resolve()),
         kinds=tuple(kinds),
@@ -178,6 +181,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
         ),
         states=states,
         sources=sources if any(fact.source is not None for fact in facts) else (),
+        routed=tuple(calling[kind] for kind in kind_of) if any(calling) else (),
         modules=modules,
     )
 

@@ -17,10 +17,18 @@ import torch
 
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.models.empty_model import empty_model
+from flexhybrid.runtime.models.experts import RoutedRows
 from flexhybrid.runtime.models.latent import ActRows
 from flexhybrid.runtime.models.probe import Argument, AttentionFacts
-from flexhybrid.runtime.models.states import LayerRun, RecurrentLayers, RowGroup, groups_of
-from flexhybrid.runtime.models.transformer import DTYPE, AttentionCall, LayerCall, Layers, Pending, call_directly
+from flexhybrid.runtime.models.states import LayerRun, RecurrentLayers, RowGroup, Running, groups_of, rows_of
+from flexhybrid.runtime.models.transformer import (
+    DTYPE,
+    AttentionCall,
+    LayerCall,
+    Layers,
+    Pending,
+    call_directly,
+)
 from flexhybrid.runtime.process_settings import float32_default
 
 Held = Sequence[torch.Tensor] | None  #: tensors [B, …] of the states of a step's requests in a layer
@@ -59,6 +67,7 @@ class ModulePath:
         self._rest: dict[Any, tuple[int, Any]] = {}  # step -> number of rows, and rest, of its interrupted forward
         self._calls_at: dict[Any, tuple[torch.Tensor, list[LayerCall]]] = {}
         self._pending: dict[int, tuple[Pending | None, AttentionCall]] = {}  # by slot; None: in ``recurrent``
+        self.routed = RoutedRows(self.rows_of)
 
     # ---- weights
 
@@ -172,8 +181,8 @@ class ModulePath:
             raise ValueError(f"layer {layer} does not attend")
         return fact
 
-    def run(self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views, held: Held = None) -> torch.Tensor:
-        """Run a layer that does not attend; return the next layer's hidden states [R, h]. ``held``: see ``project``."""
+    def start(self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views, held: Held) -> list[Running]:
+        """Run a layer that does not attend, to its end or its experts. ``held``: see ``project``."""
         self._place(layer, views)
         call = self.calls[step][layer]
         return self.recurrent.run(LayerRun(slot, layer, hidden_Rh, call, self._groups[step], held))
@@ -218,13 +227,18 @@ class ModulePath:
         keys[..., : fact.key_dim].copy_(call.key)
         values[..., : fact.value_dim].copy_(call.value)
 
-    def finish(self, slot: int, layer: int, attended: torch.Tensor) -> torch.Tensor:
-        """Run the rest of a layer after its attention [R, H·d]; return the next layer's hidden states [R, h]."""
+    def resume(self, slot: int, layer: int, attended: torch.Tensor) -> list[Running]:
+        """Run a layer after its attention [R, H·d], to its end or its experts."""
         (pending, _), fact = self._pending.pop(slot), self._attention(layer)
         heads = attended.view(1, len(attended), self.shape.num_heads, self.shape.head_dim)[..., : fact.value_dim]
         if pending is None:
             return self.recurrent.finish(slot, heads[0])
-        return self.layers.rows_of(self.layers.finish(pending, heads))
+        every = RowGroup(None, None, 1, len(attended))
+        return [Running(every, None, pending.run, self.layers.finish(pending, heads))]
+
+    def rows_of(self, rows: int, running: list[Running]) -> torch.Tensor:
+        """Return the hidden states [R, h] of a step after a layer's end."""
+        return rows_of(rows, running) if running[0].made else self.layers.rows_of(running[0].result)
 
     def head(self, hidden_Bh: torch.Tensor, step: Any = None) -> torch.Tensor:
         """Return the logits [B, vocab] of the last hidden states. If the model's own forward of ``step`` is suspended

@@ -21,17 +21,21 @@ from flexhybrid.runtime.models.allocations import peak_bytes
 from flexhybrid.runtime.models.latent import KvGen, Marks, kv_gen_of, tensors_in
 from flexhybrid.runtime.models.states import (
     MEASURED,
+    RowGroup,
+    Running,
     cache_of,
     find_states,
     in_each_dtype,
     is_stand_in,
     run_alone,
+    run_group,
     stand_in,
     with_cache,
 )
 from flexhybrid.runtime.models.transformer import (
     OWN_ATTENTION,
     AttentionCall,
+    ExpertsCall,
     LayerCall,
     Layers,
     Pending,
@@ -39,6 +43,7 @@ from flexhybrid.runtime.models.transformer import (
     masks_made_by,
     one_line,
     same_tensor,
+    stopping_at_experts,
 )
 
 ROWS = 3  #: number of tokens in the examined calls
@@ -343,6 +348,25 @@ def measure(layers: Layers, facts: list[LayerFacts], kinds: list[int]) -> tuple[
         token = -(-(most - least) // (high - low))
         work.append(WorkBytes(dtype.itemsize, max(0, most - token * high), token))
     return tuple(work), min(1.0, max(shares, default=1.0))
+
+
+def calls_experts(layers: Layers, index: int, fact: LayerFacts) -> bool:
+    """Return whether a layer calls its experts through transformers' ExpertsInterface, after its attention."""
+    ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
+    with torch.inference_mode(), suppress(Exception), stopping_at_experts():
+        hidden, calls, _ = layers.embed(ids, ids)
+        if fact.state:
+            running = run_group(layers, index, hidden[0], calls[index], RowGroup(None, None, 1, ROWS), stand_in(layers))
+        else:
+            pending = layers.begin(index, hidden, calls[index])
+            running = Running(RowGroup(None, None, 1, ROWS), None, pending.run, pending.call)
+        if fact.attention:
+            made = fact.attention
+            running = running.resumed(hidden.new_empty(1, ROWS, made.heads, made.value_dim))
+        if isinstance(running.result, ExpertsCall):
+            running.run.leave()
+            return True
+    return False
 
 
 def _run_whole(layers: Layers, index: int, fact: LayerFacts, hidden: torch.Tensor, calls: Sequence[LayerCall]) -> None:

@@ -157,12 +157,12 @@ def of_group(value: Any, group: RowGroup, rows: int) -> Any:
 
 
 class Running(NamedTuple):
-    """A group in a layer, either at its attention call or at the layer's end."""
+    """A group in a layer: at its attention call, at the call of its experts, or at the layer's end."""
 
     group: RowGroup
     made: Any  #: the stand-in for its cache
     run: Coroutine
-    result: Any  #: ``AttentionCall``, or the layer's hidden states [batch, tokens, h]
+    result: Any  #: ``AttentionCall``, ``ExpertsCall``, or the layer's hidden states [batch, tokens, h]
 
     def tensors(self, state: LayerState) -> list[torch.Tensor]:
         """Return the states [batch, …] that the layer wrote."""
@@ -171,6 +171,10 @@ class Running(NamedTuple):
     def resumed(self, attended: torch.Tensor) -> Running:
         """Run the rest of the layer after its attention (output [batch, tokens, H, d])."""
         return self._replace(result=hidden_states(self.run.resume((attended, None))))
+
+    def with_experts(self, output: torch.Tensor) -> Running:
+        """Run the rest of the layer after its experts (output [batch · tokens, h])."""
+        return self._replace(result=hidden_states(self.run.resume(output)))
 
 
 def run_group(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, group: RowGroup, made) -> Running:
@@ -218,9 +222,9 @@ class RecurrentLayers:
         whole = first._replace(**{name: part.transpose(0, 1)[None] for name, part in parts.items()})
         return whole, _grid(rows, [(run.group, part) for run, part in zip(running, inputs, strict=True)])
 
-    def run(self, layer: LayerRun) -> torch.Tensor:
-        """Run a layer that does not attend; return the next layer's hidden states [R, h]."""
-        return _grid(len(layer.hidden_Rh), [(run.group, run.result) for run in self._runs(layer)])
+    def run(self, layer: LayerRun) -> list[Running]:
+        """Run a layer that does not attend."""
+        return list(self._runs(layer))
 
     def _runs(self, layer: LayerRun) -> Iterator[Running]:
         running = self._running[layer.slot] = []
@@ -229,16 +233,21 @@ class RecurrentLayers:
             running.append(run_group(self.layers, layer.index, layer.hidden_Rh, layer.call, group, made))
             yield running[-1]
 
-    def finish(self, slot: int, attended_RHd: torch.Tensor) -> torch.Tensor:
-        """Run the rest of a layer after its attention; return the next layer's hidden states [R, h]."""
+    def finish(self, slot: int, attended_RHd: torch.Tensor) -> list[Running]:
+        """Run the rest of a layer after its attention."""
         running, rows = self._running[slot], len(attended_RHd)
         running[:] = [run.resumed(of_group(attended_RHd[None], run.group, rows)) for run in running]
-        return _grid(rows, [(run.group, run.result) for run in running])
+        return list(running)
 
     def left(self, slot: int, index: int) -> list[tuple[RowGroup, list[torch.Tensor]]]:
         """Return the states [batch, …] that the layer in a slot wrote, by group."""
         state = self.states[index]
         return [(run.group, run.tensors(state)) for run in self._running.pop(slot)] if state and state.tensors else []
+
+
+def rows_of(rows: int, running: list[Running]) -> torch.Tensor:
+    """Return the hidden states [R, h] of all groups of a step, after the layer's end."""
+    return _grid(rows, [(run.group, run.result) for run in running])
 
 
 def _grid(rows: int, parts: list[tuple[RowGroup, torch.Tensor]]) -> torch.Tensor:

@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +59,16 @@ class AttentionCall(NamedTuple):
     options: dict[str, Any]
 
 
+class ExpertsCall(NamedTuple):
+    """A layer's call of its experts: rows [R, h]; the k experts of each row and their weights."""
+
+    function: Callable[..., torch.Tensor]  #: transformers'
+    module: torch.nn.Module
+    rows: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+
+
 class LayerCall(NamedTuple):
     """The arguments with which the model calls a layer, without the first one (the hidden states)."""
 
@@ -96,6 +106,25 @@ def check_libraries() -> None:
 
 def _attend(module, query, key, value, attention_mask=None, **options):
     return interrupt(AttentionCall(module, query, key, value, attention_mask, options))
+
+
+EXPERTS = "grouped_mm"  #: transformers' function for experts that ours stands in for
+_at_experts = threading.local()  #: ``stop`` is True in this thread inside ``stopping_at_experts``
+
+
+@contextmanager
+def stopping_at_experts() -> Iterator[None]:
+    """Interrupt layers that run inside the context at the call of their experts (``ExpertsCall``)."""
+    _at_experts.stop = True
+    try:
+        yield
+    finally:
+        _at_experts.stop = False
+
+
+def _experts(function, module, hidden_states, top_k_index, top_k_weights):
+    call = ExpertsCall(function, module, hidden_states, top_k_index, top_k_weights)
+    return interrupt(call) if getattr(_at_experts, "stop", False) else function(*call[1:])
 
 
 #: Functions of ``masks_made_by``. The last one replaces transformers' mask maker (``mask_interface``).
@@ -174,6 +203,8 @@ def build(folder: Path):
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)
+    known = importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+    known.register(NAME, partial(_experts, known[EXPERTS]))
     AttentionMaskInterface.register(NAME, _mask)
     _skip_search_for_packed_texts()
     _hide_missing_kernels()
@@ -205,6 +236,8 @@ def build(folder: Path):
     for module in model.modules():
         if hasattr(module, "config") and hasattr(module.config, "_attn_implementation"):
             module.config._attn_implementation = NAME
+        if getattr(getattr(module, "config", None), "_experts_implementation", None) == EXPERTS:
+            module.config._experts_implementation = NAME
     return model.eval()
 
 
@@ -374,9 +407,11 @@ class Layers:
 
 
 def hidden_states(result: Any) -> Any:
-    """Return the hidden states in a layer's result. Raise Unsupported if the layer attends a second time."""
+    """Return the hidden states in a layer's result, or a call of its experts. Raise Unsupported if it attends again."""
     if isinstance(result, AttentionCall):
         raise Unsupported("a layer attends twice")
+    if isinstance(result, ExpertsCall):
+        return result
     return result[0] if isinstance(result, tuple) else result
 
 

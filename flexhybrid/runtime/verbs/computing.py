@@ -1,6 +1,7 @@
 """Verbs of the compute lane that process tokens separately: projections, KV-Gen, feed-forward, head, conversions."""
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from flexhybrid.runtime.kernels import sampling
 from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS
 from flexhybrid.runtime.kernels.rotary import norm_and_rotate_rows_
 from flexhybrid.runtime.models.module import ModulePath
+from flexhybrid.runtime.models.states import Running
 from flexhybrid.runtime.step_tensors import Rotation
 from flexhybrid.runtime.storage.parts import Parts, linear
 from flexhybrid.runtime.verbs.recurring import held_states, keep_states
@@ -188,23 +190,53 @@ def scatter_device(state: State, task: Task) -> None:
 
 
 def finish(state: State, task: Task) -> None:
-    """Run the rest of a layer after attention: output projection and feed-forward network."""
-    hidden, attended = state.hidden.of(task), state.attended
-    of_layer = state.shape.state_of(task.layer)
-    if state.modules and of_layer and not of_layer.attends:
-        w, held = state.layer_weights.of(task), held_states(state, task)
-        _finished(state, task, state.modules.run(step_key(task), task.payload.slot, task.layer, hidden, w, held))
-        return
-    state.act = state.attended = NOTHING  # free their memory for the feed-forward rows
-    if state.policy.attention == "host" and task.payload.step.decodes:  # the other slot's rows may be in use
-        attended = state.buffers.attended[task.payload.slot, : len(hidden)]
-    elif "merge_attended" not in task.payload.works:  # otherwise the other slot may have the next mini-batch's rows
-        state.kvq.clear()
-    if state.modules:
-        finished = state.modules.finish(task.payload.slot, task.layer, attended)
+    """Run the rest of a layer after attention: output projection and feed-forward network. After ``experts``, run what
+    is left."""
+    hidden, modules = state.hidden.of(task), state.modules
+    if modules is None:
+        finished = _finish_by_rows(state, state.layer_weights.of(task), hidden, _attended(state, task))
+    elif "route" in task.payload.works:
+        finished = modules.routed.finish(step_key(task))
     else:
-        finished = _finish_by_rows(state, state.layer_weights.of(task), hidden, attended)
-    _finished(state, task, finished)
+        finished = modules.rows_of(len(hidden), _run_layer(modules, state, task))
+        keep_states(state, task)
+    state.hidden.keep(task, finished)
+    if task.layer == state.shape.num_layers - 1:
+        state.logprobs.note_prompt(task.payload.step, state.hidden.of(task), partial(_head, state))
+
+
+def _run_layer(modules: ModulePath, state: State, task: Task) -> list[Running]:
+    """Run a layer after attention, or all of a layer without attention, to its end or its experts."""
+    of_layer, slot = state.shape.state_of(task.layer), task.payload.slot
+    if of_layer is None or of_layer.attends:
+        return modules.resume(slot, task.layer, _attended(state, task))
+    w, held = state.layer_weights.of(task), held_states(state, task)
+    return modules.start(step_key(task), slot, task.layer, state.hidden.of(task), w, held)
+
+
+def route(state: State, task: Task) -> None:
+    """Run a layer up to its experts, which several mini-batches share."""
+    modules: Any = state.modules
+    modules.routed.add(step_key(task), len(state.hidden.of(task)), partial(_run_layer, modules, state, task))
+    keep_states(state, task)
+
+
+def experts(state: State, task: Task) -> None:
+    """Multiply the rows of several mini-batches with a layer's experts."""
+    modules: Any = state.modules
+    keys = [(position.step.mini_batch, position.step.chunk) for position in task.payload.positions]
+    modules.routed.multiply(keys)
+
+
+def _attended(state: State, task: Task) -> torch.Tensor:
+    """Return attention's output, which the executor keeps no longer: its memory is free for feed-forward rows."""
+    attended = state.attended
+    state.act = state.attended = NOTHING
+    if state.policy.attention == "host" and task.payload.step.decodes:  # the other slot's rows may be in use
+        return state.buffers.attended[task.payload.slot, : len(state.hidden.of(task))]
+    if "merge_attended" not in task.payload.works:  # otherwise the other slot may have the next mini-batch's rows
+        state.kvq.clear()
+    return attended
 
 
 #: Maximum of rows that pass through the feed-forward network at a time. A prompt's feed-forward rows are the largest
@@ -221,14 +253,6 @@ def _finish_by_rows(state: State, w: dict[str, Parts], hidden_Rh: torch.Tensor, 
     for target, hidden, own in zip(*pieces, strict=True):
         target.copy_(state.model.finish(state.shape, w, hidden, own))
     return finished
-
-
-def _finished(state: State, task: Task, hidden_Rh: torch.Tensor) -> None:
-    """Keep a layer's output (the next layer's hidden states) and its recurrent state."""
-    state.hidden.keep(task, hidden_Rh)
-    keep_states(state, task)
-    if task.layer == state.shape.num_layers - 1:
-        state.logprobs.note_prompt(task.payload.step, state.hidden.of(task), partial(_head, state))
 
 
 def _head(state: State, hidden_Bh: torch.Tensor, step: tuple[int, int] | None = None) -> torch.Tensor:
