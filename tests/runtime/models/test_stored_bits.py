@@ -211,7 +211,7 @@ def test_activations_and_the_caches_format_are_said_once_to_be_ignored(packed, t
     assert "activations stay in the compute dtype" in texts[0] and "kv_cache_scheme is ignored" in texts[1]
 
 
-def test_a_profile_of_a_packed_model_leaves_out_runs_that_pack_weights(packed, tmp_path):
+def test_a_profile_of_a_packed_model_leaves_out_runs_that_pack_weights(packed, tmp_path, cpu_dtype):
     """Its own weights are unpacked in the other runs, so that the verb has a line, and a record of its own."""
     packed("llama", "fp8 blocks")
     shape, run = shape_to_simulate(tmp_path), ProfileRun(2, 16, 1, {"kv@host": 1.0})
