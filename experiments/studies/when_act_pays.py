@@ -64,8 +64,8 @@ def found(model: str, machine: str, space: Space) -> SearchResult | None:
 
 def row_of(pair: tuple[str, str]) -> dict:
     """Return tokens/s of each space's best policy for (model, machine), and the best lossless policy in words."""
-    results = {name: found(*pair, space) for name, space in SPACES.items()}
-    speeds = {name: of.batch * GENERATED_TOKENS / of.prediction["total_s"] for name, of in results.items() if of}
+    results = {name: result for name, space in SPACES.items() if (result := found(*pair, space))}
+    speeds = {name: of.batch * GENERATED_TOKENS / of.prediction["total_s"] for name, of in results.items()}
     lossless = [name for name in speeds if name != "fewer bits"]
     row: dict = dict(zip(("model", "machine"), pair, strict=True)) | speeds
     if not lossless:

@@ -128,7 +128,13 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
         plain = fact.everywhere | routers | {name for name in named if name.endswith("bias")}
         kind = tuple(
             LayerTensor(
-                name, tuple(of.shape), *(name in names for names in (early, fact.kv_gen, fact.lent, plain, experts))
+                name,
+                tuple(of.shape),
+                early=name in early,
+                kv_gen=name in fact.kv_gen,
+                outside=name in fact.lent,
+                everywhere=name in plain,
+                experts=name in experts,
             )
             for name, of in named.items()
         )
