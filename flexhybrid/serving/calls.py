@@ -104,6 +104,7 @@ class Calls:
         self.live, self.bodies, self.codec, self.metrics, self.names = live, bodies, decoder, metrics, names
         self.reader = ThreadPoolExecutor(1, "flexhybrid-reader")
         self.open: set[Call] = set()
+        self.stopping = False  #: whether requests of clients get an error
 
     async def read(self, raw: bytes, url: str) -> Parsed:
         """Return the request of a body. Raise ApiError if it cannot be served."""
@@ -129,7 +130,9 @@ class Calls:
             return opened(codec, request, stream=stream, include_usage=bool(options.get("include_usage")))
 
     def begin(self, parsed: Parsed, deadline: float | None) -> Call:
-        """Submit a request to the batch. ``deadline``: time of the loop at which the call ends with an error."""
+        """Submit a request to the batch. ``deadline``: time of the loop at which the call ends with an error.
+        Raise ApiError if the server is stopping."""
+        self._check_stopping(parsed)
         call = Call(parsed, self._complete, deadline)
         self.live.submit(call.answers)
         self.open.add(call)
@@ -149,6 +152,21 @@ class Calls:
         """Wake all calls after the engine has failed."""
         for call in self.open:
             call._changed.set()
+
+    def of_clients(self) -> list[Call]:
+        """Return the open calls of HTTP clients."""
+        return [call for call in self.open if not call.parsed.behind]
+
+    def stop(self) -> int:
+        """End the calls of HTTP clients, and later ones, with an error; return their number."""
+        self.stopping, ended = True, self.of_clients()
+        for call in ended:
+            call._changed.set()
+        return len(ended)
+
+    def _check_stopping(self, parsed: Parsed) -> None:
+        if self.stopping and not parsed.behind:
+            raise ApiError(503, "the server is stopping", "stopping")
 
     def _output(self, call: Call) -> RequestOutput:
         """Return the answers of a complete call. Raise ApiError if one of them failed."""
@@ -176,6 +194,7 @@ class Calls:
                 news = await call.news()
         except TimeoutError:
             raise ApiError(504, "the request took longer than --request-timeout allows", "timeout") from None
+        self._check_stopping(call.parsed)
         if self.live.error:
             raise ApiError(500, "the engine has failed; see the server's log", "engine_failed")
         return news

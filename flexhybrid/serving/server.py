@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
+from types import FrameType
 
 import numpy as np
 import uvicorn
@@ -32,6 +33,7 @@ from flexhybrid.serving.options import LOCAL, ServerOptions
 
 MOST_CONTEXT = 8192  #: default of --max-model-len: room for the longest request is always reserved
 EXPECTED_RUNNING = 256  #: answers at a time for which policy auto is searched, unless --max-num-seqs is lower
+READ_ERROR_S = 1.0  #: seconds in which a client can read the error of a request that the second signal ended
 DRAIN_S = 5.0  #: seconds that a stop waits beyond --request-timeout
 
 
@@ -83,7 +85,9 @@ def serve(options: ServerOptions, say: Callable[[str], None] = print) -> dict:
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=wait_s,
-            )
+            ),
+            calls,
+            say,
         )
         host, port = listener.getsockname()[:2]
         policy = describe(llm.settled_policy, llm.problem)
@@ -95,16 +99,56 @@ def serve(options: ServerOptions, say: Callable[[str], None] = print) -> dict:
             server.run([listener])
         if live.error:
             raise InputError(f"the engine has failed: {live.error}") from live.error
-        say("stopped    all requests are complete")
+        say("stopped    " + _end(server.num_ended, len(batches.current) if batches else 0))
     return {"exit_status": 0}
 
 
 class _Server(uvicorn.Server):
+    """Says on the first signal what still runs, and on the second one answers it with an error."""
+
     ready: Callable[[], None]
+
+    def __init__(self, config: uvicorn.Config, calls: Calls, say: Callable[[str], None]):
+        super().__init__(config)
+        self.calls, self.say = calls, say
+        self.num_ended = 0  #: requests that the second signal ended
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the stop. uvicorn's own second step would cancel handlers, and with them the answers to clients."""
+        loop = asyncio.get_running_loop()
+        if self.should_exit:
+            loop.call_soon_threadsafe(self._end_requests)
+        else:
+            super().handle_exit(sig, frame)
+            loop.call_soon_threadsafe(self._say_running)
+
+    def _say_running(self) -> None:
+        if count := len(self.calls.of_clients()):
+            are, them = ("request is", "it") if count == 1 else ("requests are", "them")
+            self.say(f"stopping   {count} {are} still running; a second Ctrl-C ends {them}")
+
+    def _end_requests(self) -> None:
+        """Answer all requests with an error, and close the connections that do not read it."""
+        if not self.calls.stopping:
+            self.num_ended = self.calls.stop()
+            asyncio.get_running_loop().call_later(READ_ERROR_S, self._close_connections)
+
+    def _close_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def _end(num_ended: int, num_batches: int) -> str:
+    """Describe what a stop left undone."""
+    requests = f"{num_ended} {'request was' if num_ended == 1 else 'requests were'} ended before the answer"
+    ends = [requests if num_ended else "all requests are complete"]
+    if num_batches:
+        ends.append("a batch continues when the server starts with the same --files-dir")
+    return "; ".join(ends)
 
 
 def _listener(host: str, port: int) -> socket.socket:

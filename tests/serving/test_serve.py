@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from contextlib import ExitStack
+from functools import partial
 
 import httpx2
 import openai
@@ -17,6 +18,7 @@ from served import (
     bodies,
     comparable,
     expected,
+    line,
     model,
     plain,
     rss_mib,
@@ -258,6 +260,36 @@ def test_a_signal_waits_for_the_requests_that_run(checkpoint, number):
             text = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
         assert json.loads(text.partition("\r\n\r\n")[2])["usage"]["completion_tokens"] == LONG["max_tokens"]
         assert served.process.wait(30) == 0
+
+
+def test_a_second_signal_answers_the_requests_with_an_error(checkpoint, tmp_path):
+    with serving(checkpoint, "--files-dir", tmp_path / "files", "--max-num-seqs", 2) as served:
+        requests = [line(str(place), **LONG | {"max_tokens": 8000}) for place in range(64)]
+        many = LONG | {"max_tokens": 8000, "n": 64}
+        with served.client() as client:
+            name = client.files.create(file="\n".join(requests).encode(), purpose="batch").id
+            batch = client.batches.create(input_file_id=name, endpoint=COMPLETION, completion_window="24h")
+            served.wait_until(lambda: served.metric("vllm:num_requests_running") == 2)
+            client.batches.cancel(batch.id)
+        with opened(served, many) as one, opened(served, many | {"stream": True}) as other:
+            served.wait_until(lambda: served.metric("vllm:num_requests_waiting") >= 150)
+            served.http.close()
+            served.process.send_signal(signal.SIGINT)
+            assert (
+                "stopping   2 requests are still running; a second Ctrl-C ends them" in served.process.stdout.readline()
+            )
+            served.process.send_signal(signal.SIGINT)
+            plain_answer, events = (b"".join(iter(partial(of.recv, 1 << 16), b"")).decode() for of in (one, other))
+        assert plain_answer.startswith("HTTP/1.1 503")
+        assert json.loads(plain_answer.partition("\r\n\r\n")[2])["error"]["message"] == "the server is stopping"
+        assert "the server is stopping" in events
+        assert served.process.wait(30) == 0
+        last = served.process.stdout.read()
+        assert last == (
+            "stopped    2 requests were ended before the answer; "
+            "a batch continues when the server starts with the same --files-dir\n"
+        )
+        assert "Traceback" not in served.process.stderr.read()
 
 
 def test_a_port_in_use_is_refused_in_one_line(served, checkpoint, capsys):
