@@ -1,5 +1,6 @@
 """Options of ``flexhybrid serve``, and the checks that need no heavy imports."""
 
+import socket
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,3 +80,16 @@ def check_server_options(options: ServerOptions) -> None:
         Policy.load(str(options.llm.policy))
     if isinstance(options.llm.hardware, (str, Path)):
         catalogue.load(options.llm.hardware)
+    listener_at(options.host, options.port).close()
+
+
+def listener_at(host: str, port: int) -> socket.socket:
+    """Return a socket with this address, which does not listen yet. Raise InputError if it is in use."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise InputError(f"cannot listen at {host}, port {port}: {error.strerror}; give another --port") from None
+    return listener

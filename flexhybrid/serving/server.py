@@ -29,7 +29,7 @@ from flexhybrid.serving.batches import Batches, FilesApi, Folder
 from flexhybrid.serving.calls import Calls
 from flexhybrid.serving.live import LiveBatch, sizes_of
 from flexhybrid.serving.metrics import Metrics
-from flexhybrid.serving.options import LOCAL, ServerOptions
+from flexhybrid.serving.options import LOCAL, ServerOptions, listener_at
 
 MOST_CONTEXT = 8192  #: default of --max-model-len: room for the longest request is always reserved
 EXPECTED_RUNNING = 256  #: answers at a time for which policy auto is searched, unless --max-num-seqs is lower
@@ -42,7 +42,7 @@ def serve(options: ServerOptions, say: Callable[[str], None] = print) -> dict:
     Raise InputError if the address is in use, or the model cannot run."""
     return_freed_memory()
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listener(options.host, options.port))
+        listener = stack.enter_context(listener_at(options.host, options.port))
         llm = stack.enter_context(_opened(options))
         rules = options.chat_rules()
         if rules.template:
@@ -149,18 +149,6 @@ def _end(num_ended: int, num_batches: int) -> str:
     if num_batches:
         ends.append("a batch continues when the server starts with the same --files-dir")
     return "; ".join(ends)
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """Return a socket with this address, which does not listen yet. Raise InputError if it is in use."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise InputError(f"cannot listen at {host}, port {port}: {error.strerror}; give another --port") from None
-    return listener
 
 
 @contextlib.contextmanager
