@@ -1,7 +1,7 @@
 """The command ``serve``."""
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import import_module
 
 from flexhybrid.arguments import LLMArguments, add_budgets, add_options, budgets_from, options_from
@@ -9,6 +9,8 @@ from flexhybrid.core.model.generation_config import default_sampling
 from flexhybrid.core.model.shape import checkpoint_folder
 from flexhybrid.jobs.run.cli import add_sampling, sampling_from
 from flexhybrid.serving.options import ServerOptions, check_server_options
+
+WITHOUT_EFFECT = {"enable_prefix_caching"}  #: a server computes all prompts separately
 
 
 def add_serve(commands) -> None:
@@ -21,7 +23,7 @@ def add_serve(commands) -> None:
         "new requests and wait for those that run.",
     )
     add_options(parser, ServerOptions)
-    add_options(parser, LLMArguments)
+    add_options(parser, LLMArguments, {one.name for one in fields(LLMArguments)} - WITHOUT_EFFECT)
     add_budgets(parser, "what is free")
     add_sampling(parser)
     parser.set_defaults(run=_serve)
