@@ -59,6 +59,8 @@ class Parser(argparse.ArgumentParser):
             if options and name.startswith("--") and " " not in name and name not in options:
                 text, guessed, _ = str(unknown("option", name, options)).partition("? known: ")
                 self.error(text + guessed[:1])  # without the list of all flags, which --help has
+        if "--model" in options and args and args[0][:1] != "-" and not self._get_positional_actions():
+            self.error(f"unrecognized arguments: {args[0]}; did you mean --model {args[0]}?")
         known, others = super().parse_known_args(args, namespace)
         if others:
             self.error(f"unrecognized arguments: {' '.join(others)}")

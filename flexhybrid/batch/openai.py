@@ -315,7 +315,9 @@ def one_prompt(prompt) -> str | list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, list) and any(not is_integer(token) for token in prompt):
-        raise Refused("invalid_value", "prompt must be a text or a list of token ids: one prompt per line", "prompt")
+        raise Refused(
+            "invalid_value", "prompt must be one text or one list of token ids, not several prompts", "prompt"
+        )
     if not isinstance(prompt, (str, list)):
         raise Refused("invalid_value", f"prompt is {shown(prompt)}; it must be a text or a list of token ids", "prompt")
     return prompt
@@ -387,8 +389,8 @@ def _chat_logprobs(body: dict) -> dict:
 
 
 NO_TEMPLATE = (
-    "the model has no chat template: put chat_template.jinja into its folder, or give one (--chat-template of run, "
-    "chat_template= in Python)"
+    "the model has no chat template: put chat_template.jinja into its folder, or give one (--chat-template of run "
+    "and serve, chat_template= in Python)"
 )
 
 

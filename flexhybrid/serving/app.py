@@ -73,6 +73,15 @@ class Api:
             Route(CHAT, self.guarded(self._answer), methods=["POST"]),
         ]
 
+    def without_files(self) -> list[Route]:
+        """Return the routes of files and batches for a server without --files-dir."""
+
+        async def refused(_http: HttpRequest) -> Response:
+            raise ApiError(404, "files and batches need a server with --files-dir", "not_found")
+
+        paths = ("/v1/files{rest:path}", "/v1/batches{rest:path}")
+        return [Route(path, self.guarded(refused), methods=["GET", "POST", "DELETE"]) for path in paths]
+
     def guarded(self, handler: Handler) -> Handler:
         """Return the handler behind the API key."""
         key = self.options.api_key

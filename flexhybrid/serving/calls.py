@@ -115,7 +115,9 @@ class Calls:
 
     def _parse(self, raw: bytes, url: str) -> Parsed:
         body, codec = json_object(raw), self.bodies.codec
-        model = body.get("model")
+        if body.get("model") is None:
+            body["model"] = self.names[0]
+        model = body["model"]
         if isinstance(model, str) and model not in self.names:
             raise ApiError(
                 404, f"the model {shown(model)} is not served; {self.names[0]} is", "model_not_found", "model"
@@ -123,8 +125,11 @@ class Calls:
         stream, options = body.pop("stream", None) or False, body.pop("stream_options", None) or {}
         if not isinstance(stream, bool):
             raise Refused("invalid_value", f"stream is {shown(stream)}; it must be true or false", "stream")
-        if not isinstance(options, dict) or (options and not stream):
-            raise Refused("invalid_value", "stream_options must be an object, and needs stream", "stream_options")
+        if not isinstance(options, dict):
+            message = f"stream_options is {shown(options)}; it must be an object"
+            raise Refused("invalid_value", message, "stream_options")
+        if options and not stream:
+            raise Refused("invalid_value", "stream_options needs stream to be true", "stream_options")
         with refusing():
             request = self.bodies.request(self.bodies.from_body("", body, url))
             return opened(codec, request, stream=stream, include_usage=bool(options.get("include_usage")))

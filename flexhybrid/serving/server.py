@@ -12,7 +12,6 @@ from types import FrameType
 
 import numpy as np
 import uvicorn
-from starlette.routing import Route
 
 from flexhybrid.batch.manifest import model_record
 from flexhybrid.batch.openai import Bodies, check_template
@@ -55,12 +54,14 @@ def serve(options: ServerOptions, say: Callable[[str], None] = print) -> dict:
         decoder = replace(llm.codec, tokenizer=copy.deepcopy(llm.codec.tokenizer))
         calls = Calls(live, Bodies(llm.codec, options.sampling, rules), decoder, metrics, [options.name])
 
-        api, routes, batches = Api(calls, options), list[Route](), None
+        api, batches = Api(calls, options), None
         if options.files_dir:
             folder = stack.enter_context(contextlib.closing(Folder(options.files_dir)))
             identity = {"model": model_record(llm.checkpoint.path, False), "numbers": numbers_of(llm)}
             batches = Batches(folder, calls, identity | {"sampling": options.sampling, "chat": asdict(rules)})
             routes = FilesApi(api, batches).routes()
+        else:
+            routes = api.without_files()
 
         @contextlib.asynccontextmanager
         async def lifespan(_app) -> AsyncIterator[None]:
