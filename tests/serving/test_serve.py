@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import time
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import httpx2
 import openai
@@ -27,7 +29,7 @@ from served import (
     unlike,
 )
 
-from flexhybrid import cli
+from flexhybrid import cli, shipped
 
 COUNT = 60
 LONG = {"prompt": "def f(self):", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -290,6 +292,28 @@ def test_a_second_signal_answers_the_requests_with_an_error(checkpoint, tmp_path
             "a batch continues when the server starts with the same --files-dir\n"
         )
         assert "Traceback" not in served.process.stderr.read()
+
+
+def test_the_page_about_serving_works_as_written(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"^\.venv/bin/flexhybrid serve --model (\S+)(.*)$", page, re.MULTILINE)
+    assert first[0] == second[0] == "flexhybrid/shipped/qwen3-stdlib-4m" and second[1] == " --chat-template chat.jinja"
+    monkeypatch.chdir(tmp_path)
+    template = tmp_path / "chat.jinja"
+    template.write_text(re.search(r"```jinja\n(.*?)```", page, re.DOTALL)[1])
+    (tmp_path / "requests.jsonl").write_text(line("a", prompt="def f():", max_tokens=2) + "\n")
+    with serving(shipped.QWEN3, "--chat-template", template, "--files-dir", tmp_path / "files") as served:
+        names: dict = {}
+        for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+            exec(compile(text.replace("http://127.0.0.1:8000", served.url), "docs/serving.md", "exec"), names)
+        assert names["chat"].choices[0].finish_reason == "tool_calls"
+        names["client"].close()
+
+
+def test_a_word_without_its_flag_is_named(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "model-folder"])
+    assert "did you mean --model model-folder?" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_refused_in_one_line(served, checkpoint, capsys):
