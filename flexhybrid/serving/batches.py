@@ -169,10 +169,13 @@ class Batches:
         return self.current.get(name) or self.folder.description(name, "batch")
 
     def cancel(self, name: str) -> dict:
-        """Stop a batch after the lines that run; return it."""
-        if (batch := self.current.get(name)) and batch["status"] in ("validating", "in_progress"):
+        """Stop a batch after the lines that run; return it. Raise ApiError if all of its lines are complete."""
+        batch = self.described(name)
+        if batch["status"] in ("validating", "in_progress"):
             self._turn(batch, "cancelling")
-        return self.described(name)
+        elif batch["status"] != "cancelling":
+            raise ApiError(409, f"the batch is {batch['status']}: it cannot be cancelled", "batch_ended")
+        return batch
 
     def _start(self, batch: dict) -> None:
         self.current[batch["id"]] = batch
@@ -228,6 +231,12 @@ class Batches:
             if (self.folder.path / name).stat().st_size:
                 self.folder.describe_file(name, f"{batch['id']}_{kind}.jsonl", purpose)
                 batch[f"{kind}_file_id"] = name
+        if not cancelled and not (states == ANSWERED).any():
+            raise InputError(
+                "no line of the file was answered; the error file says why"
+                if counts["failed"]
+                else "the file has no requests"
+            )
         self._turn(batch, "cancelled" if cancelled else "completed")
 
     def _opened(self, batch: dict, stack: contextlib.ExitStack) -> BatchLines:
@@ -252,6 +261,9 @@ class Batches:
         try:
             request = await self._in_worker(lines.source.request, number)
             custom_id = request.custom_id
+            if request.url != batch["endpoint"]:
+                message = f"url is {request.url}; the endpoint of the batch is {batch['endpoint']}"
+                raise Refused("invalid_value", message, "url", custom_id)
             line, state = await self._line(request, number, batch["created_at"]), ANSWERED
         except Refused as refused:
             line = error_line(number, refused)
@@ -312,11 +324,15 @@ class FilesApi:
             file, purpose = form.get("file"), form.get("purpose")
             if isinstance(file, str | None) or not isinstance(purpose, str):
                 raise ApiError(400, "an upload has the fields file and purpose", "invalid_value", "file")
+            if purpose != "batch":
+                raise ApiError(400, f"purpose is {shown(purpose)}; it must be batch", "invalid_value", "purpose")
             name = (file.filename or "file")[:255]
             return JSONResponse(await asyncio.to_thread(self.folder.add, file.file, name, purpose))
 
-    async def _files(self, _http: HttpRequest) -> Response:
-        return JSONResponse(_listed(self.folder.descriptions("file")))
+    async def _files(self, http: HttpRequest) -> Response:
+        purpose = http.query_params.get("purpose")
+        files = self.folder.descriptions("file")
+        return JSONResponse(_listed([file for file in files if purpose in (None, file["purpose"])]))
 
     async def _file(self, http: HttpRequest) -> Response:
         return JSONResponse(self.folder.description(http.path_params["name"], "file"))

@@ -7,7 +7,9 @@ from functools import partial
 import openai
 import pytest
 from runs import by_id, run
-from served import alike, bodies, line, model, serving
+from served import CHAT, COMPLETION, alike, bodies, line, model, serving
+
+from flexhybrid.batch.openai import URLS
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +24,9 @@ def checkpoint(folder):
 
 @pytest.fixture(scope="module")
 def source(folder):
-    """A file of lines of all kinds, some of them refused or blank, without seeds in some."""
-    lines = [line(f"r{place}", url, **body) for place, (url, body) in enumerate(bodies(60, seed=3, longest=40))]
+    """A file of completions of all kinds, some of them refused or blank, without seeds in some."""
+    kinds = [body for url, body in bodies(110, seed=3, longest=40) if url == COMPLETION][:60]
+    lines = [line(f"r{place}", **body) for place, body in enumerate(kinds)]
     lines += [
         "",
         "{",
@@ -51,12 +54,12 @@ def results(client, batch, folder) -> list[dict]:
     return found
 
 
-def start(client, source):
+def start(client, source, endpoint=COMPLETION):
     with open(source, "rb") as file:
         uploaded = client.files.create(file=file, purpose="batch")
     assert client.files.content(uploaded.id).read() == source.read_bytes()
     return client.batches.create(
-        input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h", metadata={"a": "b"}
+        input_file_id=uploaded.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
     )
 
 
@@ -77,7 +80,7 @@ def test_a_batch_has_the_answers_of_a_run(folder, checkpoint, source, wanted):
         assert batch.status == "completed" and batch.metadata == {"a": "b"}
         assert alike(results(client, batch, folder), wanted)
         counts = batch.request_counts
-        assert (counts.completed, counts.failed, counts.total) == (len(wanted[0]) + 1, len(wanted[1]), 65)
+        assert (counts.completed, counts.failed, counts.total) == (len(wanted[0]) + 1, len(wanted[1]), 61)
         assert batch.id in [one.id for one in client.batches.list()]
         assert {batch.input_file_id, batch.output_file_id} <= {one.id for one in client.files.list()}
         client.files.delete(batch.input_file_id)
@@ -118,6 +121,29 @@ def test_a_cancelled_batch_keeps_its_answers_and_another_model_is_refused(folder
         assert batch.status == "failed" and "other settings" in batch.errors.data[0].message
 
 
+def test_a_batch_answers_the_lines_of_its_endpoint(folder, checkpoint):
+    asked = bodies(20, seed=4)
+    lines = [line(f"r{place}", url, **body) for place, (url, body) in enumerate(asked)]
+    source = folder / "mixed.jsonl"
+    source.write_text("\n".join(lines) + "\n")
+    run(source, folder / "mixed-out.jsonl", checkpoint)
+    wanted = by_id(folder / "mixed-out.jsonl")
+    ids = {url: {f"batch_req_{number:08}" for number, one in enumerate(asked, 1) if one[0] == url} for url in URLS}
+    with serving(checkpoint, "--files-dir", folder / "mixed") as served, served.client() as client:
+        for endpoint, other in ((CHAT, COMPLETION), (COMPLETION, CHAT)):
+            batch = wait(served, client, start(client, source, endpoint))
+            answers, errors = results(client, batch, folder)
+            assert alike(answers, {name: wanted[name] for name in ids[endpoint]})
+            assert errors.keys() == ids[other] and all(endpoint in str(error) for error in errors.values())
+        with pytest.raises(openai.ConflictError, match="completed"):
+            client.batches.cancel(batch.id)
+        (folder / "wrong.jsonl").write_text("{\n" + line("a", CHAT, messages=[{"role": "user", "content": "x"}]) + "\n")
+        batch = wait(served, client, start(client, folder / "wrong.jsonl"))
+        assert batch.status == "failed" and "error file" in batch.errors.data[0].message and batch.error_file_id
+        purposes = {one.purpose for one in client.files.list(purpose="batch")}
+        assert purposes == {"batch"} and len(list(client.files.list())) > len(list(client.files.list(purpose="batch")))
+
+
 def test_http_requests_pass_the_lines_of_a_batch(folder, checkpoint):
     lines = [line(str(i), prompt="x", max_tokens=60, ignore_eos=True) for i in range(40)]
     (folder / "many.jsonl").write_text("\n".join(lines) + "\n")
@@ -136,5 +162,12 @@ def test_an_upload_needs_its_fields(folder, checkpoint):
         assert served.http.post("/v1/files", content=b"x" * 9).status_code == 400
         assert served.http.post("/v1/batches", content=json.dumps({"input_file_id": 3})).status_code == 404
         assert served.http.post("/v1/batches", content=b"{").status_code == 400
-    with serving(checkpoint) as served:
-        assert served.http.get("/v1/files").status_code == 404
+        fields = {"file": ("a", io.BytesIO(b"x"))}
+        refused = served.http.post("/v1/files", files=fields, data={"purpose": "fine-tune"})
+        assert refused.status_code == 400 and "must be batch" in refused.text
+    with serving(checkpoint, "--served-model-name", "foo") as served:
+        for path in ("files", "files/file-1/content", "batches"):
+            refused = served.http.get(f"/v1/{path}")
+            assert refused.status_code == 404 and "--files-dir" in refused.json()["error"]["message"]
+        answer = served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+        assert answer.json()["model"] == "foo"
