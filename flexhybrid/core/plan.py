@@ -137,7 +137,7 @@ class _Stream:
         self.slices: dict[tuple, Entries] = {}
         self.parts: dict[tuple, Entries] = {}
         self.recordings: dict[tuple, RecordedTasks] = {}
-        self.experts = _Experts(self)
+        self.experts = _Experts(wave)
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
         """Yield the tasks in stream order."""
@@ -167,7 +167,7 @@ class _Stream:
                     yield from make(owners[owner], entries)
                 opened, before = recording.opens, position if recording.holds else None
                 if index in parts:
-                    yield from self.experts.tasks(current, parts[index])
+                    yield from self.experts.tasks(self, current, parts[index])
                 if following and not following.positions and index + 1 == num_slices:  # the group is settled now
                     following = next(groups, None)
                     if ahead := following.positions[0] if following else None:
@@ -342,8 +342,8 @@ def _slice_tasks(wave: Wave, kind: int, slot: int, index: int, num_slices: int, 
 class _Experts:
     """Makes the tasks of a layer after the last mini-batch of a part: its experts, and the rest of the layer."""
 
-    def __init__(self, stream: _Stream):
-        self.stream, self.wave = stream, stream.wave
+    def __init__(self, wave: Wave):  # not the stream: a cycle of references would keep a run's buffers
+        self.wave = wave
         self.entries: dict[tuple, tuple] = {}  # by the forms of the part's positions
 
     def parts(self, group: LayerGroup) -> dict[int, Sequence[Position]]:
@@ -355,9 +355,8 @@ class _Experts:
         of_parts = (routed[start:end] for start, end in zip(starts, [*starts[1:], None], strict=False))
         return {part[-1]: [group.positions[index] for index in part] for part in of_parts}
 
-    def tasks(self, group: LayerGroup, part: Sequence[Position]) -> Iterator[Task]:
+    def tasks(self, stream: _Stream, group: LayerGroup, part: Sequence[Position]) -> Iterator[Task]:
         """Yield the experts of a part's positions, then the rest of the layer for each of them."""
-        stream = self.stream
         key = tuple([position.form for position in part]), stream.by_step and stream.number % 2
         if key not in self.entries:
             if len(self.entries) >= MOST_RECORDINGS:

@@ -22,7 +22,7 @@ def counted(number: int, thing: str) -> str:
 
 def parse_bytes(text: str | float | None) -> int | None:
     """Return the bytes of a size such as "8GiB", "512MiB", "12GB" or a number; None for None. Raise InputError for
-    another text, for less than 1 byte, and for a text without a unit of less than 1 MiB, whose unit was forgotten."""
+    another text, for less than 1 byte, and for a text without a unit of less than 1 KiB, whose unit was forgotten."""
     if text is None or (isinstance(text, int) and not isinstance(text, bool) and text > 0):
         return text
     units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -36,6 +36,6 @@ def parse_bytes(text: str | float | None) -> int | None:
         raise InputError(f"memory size {text!r} is not understood: write 8GiB, 512MiB or a number of bytes") from None
     if not math.isfinite(value) or value < 1:
         raise InputError(f"memory size {text!r} must be a positive number of bytes, such as '20GiB', not a share")
-    if isinstance(text, str) and not unit and value < 2**20:
+    if isinstance(text, str) and not unit and value < 2**10:
         raise InputError(f"memory size {text!r} is {value:g} bytes: add a unit, like {text}GiB or {text}MiB")
     return int(value)
