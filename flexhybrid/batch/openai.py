@@ -315,9 +315,9 @@ def one_prompt(prompt) -> str | list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, list) and any(not is_integer(token) for token in prompt):
-        raise Refused(
-            "invalid_value", "prompt must be one text or one list of token ids, not several prompts", "prompt"
-        )
+        several = any(isinstance(part, (str, list)) for part in prompt)
+        message = f"prompt must be a text or a list of token ids{', not several prompts' * several}"
+        raise Refused("invalid_value", message, "prompt")
     if not isinstance(prompt, (str, list)):
         raise Refused("invalid_value", f"prompt is {shown(prompt)}; it must be a text or a list of token ids", "prompt")
     return prompt
