@@ -163,8 +163,8 @@ def _shown(args) -> dict:
     args.show(describe_rates(hardware))
     shares = hardware.notes["efficiency"]
     limited = " (what the link leaves)" * (sheet.host_share < (SHARES | sheet.shares)["host_memory"])
-    said = {name: f"{name} {value:.3g}{limited * (name == 'host_memory')}" for name, value in shares.items()}
-    args.show(f"  shares reached: {', '.join(said.values())}")
+    said = (f"{name} {value:.3g}{limited * (name == 'host_memory')}" for name, value in shares.items())
+    args.show(f"  shares reached: {', '.join(said)}")
     for key in sheet.lines:
         args.show(f"  line {key}: {', '.join(f'{k} {v:.4g}' for k, v in in_rates(hardware.lines[key]).items())}")
     for field, text in {"source": sheet.source, **sheet.sources}.items():

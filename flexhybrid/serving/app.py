@@ -18,9 +18,8 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.serving.calls import ApiError, Calls, refusal
 from flexhybrid.serving.options import ServerOptions
 
-READ_AND_DROPPED = (
-    8  #: a body of up to this many times the limit is read and dropped, so that the client gets its error
-)
+#: A body of up to this many times the limit is read and dropped, so that the client gets its error.
+READ_AND_DROPPED = 8
 GONE = 499  #: status of a response that no client waits for
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 

@@ -226,10 +226,9 @@ class Batches:
             self._turn(batch, "finalizing")
         await self._in_worker(lines.answers.finish)
         await self._in_worker(lines.errors.finish)
-        for kind, purpose in (("output", "batch_output"), ("error", "batch_output")):
-            name = batch["journals"][kind]
+        for kind, name in batch["journals"].items():
             if (self.folder.path / name).stat().st_size:
-                self.folder.describe_file(name, f"{batch['id']}_{kind}.jsonl", purpose)
+                self.folder.describe_file(name, f"{batch['id']}_{kind}.jsonl", "batch_output")
                 batch[f"{kind}_file_id"] = name
         if not cancelled and not (states == ANSWERED).any():
             raise InputError(

@@ -96,8 +96,8 @@ class Call:
 class Calls:
     """Makes calls from bodies, and their answers, for one model.
 
-    ``codec``, which belongs to a thread that reads bodies, needs a tokenizer of its own; so does ``decoder``, which
-    belongs to the loop's thread. ``fail``: returns the error of an answer that the engine did not complete.
+    ``bodies``, which belong to a thread that reads bodies, need a tokenizer of their own; so does ``decoder``, which
+    belongs to the loop's thread.
     """
 
     def __init__(self, live: LiveBatch, bodies: Bodies, decoder: RequestCodec, metrics: Metrics, names: list[str]):
@@ -176,11 +176,9 @@ class Calls:
     def _output(self, call: Call) -> RequestOutput:
         """Return the answers of a complete call. Raise ApiError if one of them failed."""
         replies, output = Replies(self.codec), None
-        for answer in call.answers:
-            if isinstance(answer.generated.stop, Failure):
-                raise ApiError(500, answer.generated.stop, "generation_failed")
-            text = call.request.echo and call.request.echo.text
-            output = replies.add(0, answer.generated, text, str(call.number))
+        text = call.request.echo and call.request.echo.text
+        for place in range(len(call.answers)):
+            output = replies.add(0, self._checked(call, place), text, str(call.number))
         assert output
         return output
 

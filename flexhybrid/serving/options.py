@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flexhybrid.arguments import LLMArguments, option
 from flexhybrid.batch.formats import ChatRules
-from flexhybrid.core.errors import InputError, check
+from flexhybrid.core.errors import InputError, check, flag
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.jobs.paths import check_checkpoint
@@ -69,7 +69,7 @@ def check_server_options(options: ServerOptions) -> None:
     check("--port", options.port, 0 <= options.port < 1 << 16, "from 0 to 65535")
     for name in ("input_len", "output_len", "max_queue_len", "max_num_seqs"):
         value = getattr(options, name)
-        check(f"--{name.replace('_', '-')}", value, value is None or value >= 1, "at least 1")
+        check(flag(name), value, value is None or value >= 1, "at least 1")
     check("--request-timeout", options.request_timeout, options.request_timeout > 0, "above 0")
     check("--max-body-size", options.max_body_size, options.body_bytes >= 1, "at least 1")
     check("--api-key", options.api_key, options.api_key is None or options.api_key.isascii(), "ASCII text")

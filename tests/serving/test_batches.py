@@ -7,19 +7,9 @@ from functools import partial
 import openai
 import pytest
 from runs import by_id, run
-from served import CHAT, COMPLETION, alike, bodies, line, model, serving
+from served import CHAT, COMPLETION, alike, bodies, line, serving
 
 from flexhybrid.batch.openai import URLS
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("batches")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(folder):
-    return model(folder / "qwen")
 
 
 @pytest.fixture(scope="module")

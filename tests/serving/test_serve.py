@@ -21,7 +21,6 @@ from served import (
     comparable,
     expected,
     line,
-    model,
     plain,
     rss_mib,
     serving,
@@ -33,16 +32,6 @@ from flexhybrid import cli, shipped
 
 COUNT = 60
 LONG = {"prompt": "def f(self):", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("serve")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(folder):
-    return model(folder / "qwen")
 
 
 @pytest.fixture(scope="module")

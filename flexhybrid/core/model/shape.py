@@ -524,21 +524,21 @@ def shape_from_config(path: str | Path) -> ModelShape:
     return replace(shape, stored=_own_stored(shape, packed, path)) if packed else shape
 
 
-#: Layout name -> modules whose matrices it has, row after row, by family.
-_PROJECTIONS = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj")
-MODULES_OF = {
+_KVQ = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.q_proj.weight")
+#: Family -> layout name of a layer's matrix -> tensors of the checkpoint, stacked by rows in this order.
+MATRICES: dict[str, dict[str, tuple[str, ...]]] = {
     "opt": {
-        "kvq.weight": _PROJECTIONS,
-        "o.weight": ("self_attn.out_proj",),
-        "up.weight": ("fc1",),
-        "down.weight": ("fc2",),
+        "kvq.weight": _KVQ,
+        "o.weight": ("self_attn.out_proj.weight",),
+        "up.weight": ("fc1.weight",),
+        "down.weight": ("fc2.weight",),
     },
     "llama": {
-        "kvq.weight": _PROJECTIONS,
-        "o.weight": ("self_attn.o_proj",),
-        "gate.weight": ("mlp.gate_proj",),
-        "up.weight": ("mlp.up_proj",),
-        "down.weight": ("mlp.down_proj",),
+        "kvq.weight": _KVQ,
+        "o.weight": ("self_attn.o_proj.weight",),
+        "gate.weight": ("mlp.gate_proj.weight",),
+        "up.weight": ("mlp.up_proj.weight",),
+        "down.weight": ("mlp.down_proj.weight",),
     },
 }
 
@@ -548,13 +548,13 @@ def _own_stored(shape: ModelShape, packed: PackedFormat, path: Path) -> tuple[tu
     layers, stored = "model.decoder.layers" if shape.family == "opt" else "model.layers", {}
     for name, (rows, cols) in shape.own_matrices.items():
         parts = [shape.kv_width // 2] * 2 + [shape.query_width] if name == "kvq.weight" else [rows]
-        modules = [f"{module}.weight" for module in MODULES_OF[shape.family][name]]
-        which = {packed.packs(f"{layers}.{n}.{m}", (1, 1)) for n in range(shape.num_layers) for m in modules}
+        tensors = MATRICES[shape.family][name]
+        which = {packed.packs(f"{layers}.{n}.{tensor}", (1, 1)) for n in range(shape.num_layers) for tensor in tensors}
         if len(which) > 1:
             raise NotBuiltIn(f"{path}: {packed.said_by} leaves some layers plain")
         if which == {True}:
             stored[name] = stacked(
-                run for module, part in zip(modules, parts) for run in packed.runs(f"{layers}.0.{module}", (part, cols))
+                run for tensor, part in zip(tensors, parts) for run in packed.runs(f"{layers}.0.{tensor}", (part, cols))
             )
     return tuple((name, runs) for name, runs in stored.items() if runs)
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +86,7 @@ class RunReport:
     predicted_rate: float | None  #: tokens/s of the whole run; None: no prediction
     lengths: tuple[np.ndarray, np.ndarray]  #: prompt and answer tokens of the lines that this run answered
 
-    @property
+    @cached_property
     def steps(self) -> dict[str, dict]:
         """Return clock -> breakdown of a decode step; empty without one."""
         if not self.traces or len(iteration_ends(self.traces["measured"])) < 2:

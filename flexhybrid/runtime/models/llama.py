@@ -9,7 +9,7 @@ rotates them (flexhybrid.runtime.kernels: norms, rotary).
 import torch
 import torch.nn.functional as F
 
-from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.model.shape import MATRICES, ModelShape
 from flexhybrid.runtime.kernels.norms import add_and_norm_, gate_, rms_norm
 from flexhybrid.runtime.storage.parts import Parts, add_linear_, linear
 
@@ -19,18 +19,13 @@ PREFIXES = ("model.", "")
 
 def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     """Return {layout name: checkpoint tensors, stacked by rows in this order}."""
-    projections = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj")
     tensors: dict[str, tuple[str, ...]] = {
         "norm1.weight": ("input_layernorm.weight",),
         "norm2.weight": ("post_attention_layernorm.weight",),
-        "kvq.weight": tuple(f"{name}.weight" for name in projections),
-        "o.weight": ("self_attn.o_proj.weight",),
-        "gate.weight": ("mlp.gate_proj.weight",),
-        "up.weight": ("mlp.up_proj.weight",),
-        "down.weight": ("mlp.down_proj.weight",),
+        **MATRICES["llama"],
     }
     if shape.qkv_bias:
-        tensors["kvq.bias"] = tuple(f"{name}.bias" for name in projections)
+        tensors["kvq.bias"] = tuple(name.replace(".weight", ".bias") for name in tensors["kvq.weight"])
     if shape.qk_norm:
         tensors |= {"k_norm.weight": ("self_attn.k_norm.weight",), "q_norm.weight": ("self_attn.q_norm.weight",)}
     return tensors

@@ -7,7 +7,7 @@ a matrix may be partly resident and partly streamed. All functions compute the s
 import torch
 import torch.nn.functional as F
 
-from flexhybrid.core.model.shape import OPT_POSITION_OFFSET, ModelShape
+from flexhybrid.core.model.shape import MATRICES, OPT_POSITION_OFFSET, ModelShape
 from flexhybrid.runtime.kernels.norms import add_and_layer_norm_
 from flexhybrid.runtime.storage.parts import Parts, add_linear_, linear, linear_relu
 
@@ -26,10 +26,7 @@ def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
         "norm2.bias": ("final_layer_norm.bias",),
         "up.bias": ("fc1.bias",),
         "down.bias": ("fc2.bias",),
-        "kvq.weight": ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.q_proj.weight"),
-        "o.weight": ("self_attn.out_proj.weight",),
-        "up.weight": ("fc1.weight",),
-        "down.weight": ("fc2.weight",),
+        **MATRICES["opt"],
     }
 
 

@@ -22,7 +22,7 @@ from flexhybrid.core.files import check_no_pointer, load_json
 from flexhybrid.core.model.layers import LayerTensor
 from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.packing import Header, PackedRun
-from flexhybrid.core.model.shape import MODULES_OF, ModelShape, checkpoint_folder, has_own_file, shape_of_checkpoint
+from flexhybrid.core.model.shape import MATRICES, ModelShape, checkpoint_folder, has_own_file, shape_of_checkpoint
 from flexhybrid.core.model.stored import GIVE_PLAIN, method_of_part, packed_format
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.models.empty_model import EmptyModel, TensorNames, empty_model
@@ -95,8 +95,8 @@ class Checkpoint:
         fillings = []
         for layer in range(self.shape.num_layers):
             fillings.append({})
-            for name, modules in MODULES_OF[self.shape.family].items():
-                names = [self._layer_name(layer, f"{module}.weight") for module in modules]
+            for name, tensors in MATRICES[self.shape.family].items():
+                names = [self._layer_name(layer, tensor) for tensor in tensors]
                 if found := stacked_filling(names, self._packed):
                     fillings[-1][name] = found
                 elif not self._packed.keys().isdisjoint(names):
